@@ -1,0 +1,164 @@
+"""What a checkpoint's config.json says about a decoder, in one vocabulary for every family and
+transformers version.
+
+Reads shapes and switches only; weights are `utils/loader.py`'s, and what the user asked for is the
+engine's config.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.integers import divide_up
+from nanovllm.utils.loader import checkpoint_dtype
+
+DEFAULT_ROPE_THETA = 10000.0  # transformers' own default where a config names none
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """All that distinguishes one supported decoder from another. Counts are of the full model."""
+
+    architecture: str  # as in config.json, e.g. "Qwen3ForCausalLM"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # num_heads * head_dim need not equal hidden_size
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool  # the LM head is the embedding matrix
+    qk_norm: bool  # RMSNorm on each query and key head
+    qkv_bias: bool
+    o_bias: bool
+    dtype: torch.dtype  # the checkpoint's
+    eos_token_ids: tuple[int, ...]  # of config.json only; generation_config.json may add some
+
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Smallest multiple of `tp_size` that holds the vocabulary; the rest is never sampled."""
+        return divide_up(self.vocab_size, tp_size) * tp_size
+
+
+def load_decoder_config(path: str | Path) -> DecoderConfig:
+    """Read the config.json of the checkpoint folder `path`.
+
+    Raises:
+        CheckpointError: the file is missing or unreadable, or describes a model that is not
+        supported.
+    """
+    from nanovllm.models import ARCHITECTURES  # here: the registry imports this module
+
+    folder = Path(path)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file} does not exist; `model` must be a folder with config.json and *.safetensors"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+    names = raw.get("architectures") or []
+    architecture = next((name for name in names if name in ARCHITECTURES), None)
+    if architecture is None:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise CheckpointError(
+            f"{file} has architectures={names}, which is not supported; supported: {known}"
+        )
+    full = _with_defaults(folder)
+    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+        full["dtype"] = checkpoint_dtype(folder)
+    return ARCHITECTURES[architecture](full)
+
+
+def _with_defaults(folder: Path) -> dict[str, Any]:
+    """The config as a dict in which transformers has filled in each family's defaults."""
+    from transformers import AutoConfig  # here: importing transformers takes seconds
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
+    except Exception as error:  # many kinds: validation, missing keys, unknown model types
+        raise CheckpointError(
+            f"transformers cannot read {folder / 'config.json'}: {error}"
+        ) from error
+
+
+def head_dim_of(hf: Mapping[str, Any]) -> int:
+    """The explicit head_dim, or hidden_size over heads where the config has none."""
+    return int(hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"])
+
+
+def rope_theta_of(hf: Mapping[str, Any]) -> float:
+    """The rotary base, from the flat key (transformers 4) or the dict (transformers 5), which wins
+    if both exist.
+
+    Raises:
+        CheckpointError: a scaled, partial or per-layer rotary embedding, which would be silently
+        wrong if ignored.
+    """
+    rope: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        rope.update(hf.get(key) or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise CheckpointError(f"rotary parameters per layer type are not supported: {rope}")
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type != "default":
+        raise CheckpointError(f"RoPE type {rope_type!r} is not supported; supported: 'default'")
+    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial is not None and partial != 1:
+        raise CheckpointError(f"partial_rotary_factor={partial} is not supported; only 1 is")
+    theta = rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_ROPE_THETA
+    return float(theta)
+
+
+def dtype_of(hf: Mapping[str, Any]) -> torch.dtype:
+    """The dtype under its new or old name, as a string or a torch.dtype; bfloat16 if absent."""
+    value = hf.get("dtype") or hf.get("torch_dtype") or torch.bfloat16
+    if isinstance(value, str):
+        value = getattr(torch, value.removeprefix("torch."), value)
+    if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize < 2:
+        raise CheckpointError(
+            f"dtype={value} is not supported; supported: bfloat16, float16, float32"
+        )
+    return value
+
+
+def eos_token_ids_of(hf: Mapping[str, Any]) -> tuple[int, ...]:
+    """`eos_token_id` as a tuple, whether the config has an int, a list or nothing."""
+    value = hf.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for switches of any family that no layer here implements."""
+    activation = hf.get("hidden_act", "silu")
+    if activation != "silu":
+        raise CheckpointError(f"hidden_act={activation!r} is not supported; supported: 'silu'")
+    if hf.get("quantization_config"):
+        raise CheckpointError(
+            "quantized checkpoints are not supported; use the bfloat16 or float16 original"
+        )
+    if _uses_sliding_window(hf):
+        raise CheckpointError(
+            f"sliding_window={hf.get('sliding_window')} is in use, which is not supported; "
+            "use a checkpoint whose layers all attend to the whole context"
+        )
+
+
+def _uses_sliding_window(hf: Mapping[str, Any]) -> bool:
+    layer_types = hf.get("layer_types")
+    if layer_types:
+        return any(kind != "full_attention" for kind in layer_types)
+    if not hf.get("use_sliding_window") or hf.get("sliding_window") is None:
+        return False
+    return hf.get("max_window_layers", 0) < hf["num_hidden_layers"]
