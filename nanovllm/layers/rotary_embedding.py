@@ -60,7 +60,7 @@ def qk_norm_rope_store(
 ) -> tuple[Tensor, Tensor, Tensor]:  # q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]
     """Normalise query and key heads, rotate them, and store keys and values in the cache."""
     heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None and k_weight is not None:
         normed = normalize(heads[:, : num_heads + num_kv_heads], eps)
         q = normed[:, :num_heads] * q_weight

@@ -49,7 +49,7 @@ def sample(
         tokens = torch.arange(
             vocab_start, vocab_start + num_valid, dtype=torch.int32, device=logits.device
         )
-        for rows in drawn.split(max(1, _CHUNK_ELEMENTS // num_valid)):
+        for rows in torch.split(drawn, max(1, _CHUNK_ELEMENTS // num_valid)):
             noisy = logits[rows].float() / temperatures[rows, None]
             noisy -= exponential_noise(seeds[rows], positions[rows], tokens).log_()
             scores[rows], ids[rows] = noisy.max(dim=-1)

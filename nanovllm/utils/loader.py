@@ -10,13 +10,14 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.distributed import TPGroup
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_NAMES = 8  # in one message
@@ -121,11 +122,11 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
     Matrices are normal with standard deviation fan_in ** -0.5, norms one, biases zero. The numbers
     depend on `seed`, on the rank and on the device; torch's global generators are left alone.
     """
-    rank, size = model.tp.rank, model.tp.size
+    tp = cast(TPGroup, model.tp)
     generator: torch.Generator | None = None
     for name, parameter in model.named_parameters():
         if generator is None:
-            generator = torch.Generator(parameter.device).manual_seed(seed * size + rank)
+            generator = torch.Generator(parameter.device).manual_seed(seed + tp.rank)
         if parameter.dim() == 2:
             # The embedding too: tied or not, the head sees inputs of unit scale.
             (full_shape, *_) = parameter.shards.values()  # type: ignore[attr-defined]
@@ -133,8 +134,9 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
         else:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
     for module in model.modules():
-        if hasattr(module, "zero_padding"):
-            module.zero_padding()
+        zero_padding = getattr(module, "zero_padding", None)
+        if callable(zero_padding):
+            zero_padding()
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
