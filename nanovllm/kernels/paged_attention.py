@@ -1,0 +1,383 @@
+"""Attention over the paged KV cache: split-KV decode and variable-length prefill kernels.
+
+Both read every key and value from the cache through the block table, so a prefix hit, a chunk and a
+whole prompt are the same case. The block size is any power of two from 16.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.common import LOG2E, MASKED, dot
+from nanovllm.utils.context import LayerKV
+
+
+@triton.jit
+def cache_rows(table_ptr, start, limit, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Cache rows int64 [TILE] of tokens [start, start + TILE); `start` is a multiple of TILE.
+
+    Rows of tokens from `limit` on are not meant to be read.
+    """
+    lanes = tl.arange(0, TILE)
+    if TILE <= BLOCK_SIZE:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        return block * BLOCK_SIZE + start % BLOCK_SIZE + lanes
+    else:
+        tokens = start + lanes
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < limit, other=0)
+        return blocks.to(tl.int64) * BLOCK_SIZE + tokens % BLOCK_SIZE
+
+
+@triton.jit
+def attend_tile(q, k, v, visible, qk_scale, row_max, row_sum, acc, MASK: tl.constexpr):
+    """One step of the online softmax; maxima are in units of log2.
+
+    Args (shapes): q [M, D]; k, v [T, D]; visible [M or 1, T]; row_max, row_sum [M]; acc [M, D].
+    """
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * qk_scale
+    if MASK:
+        scores = tl.where(visible, scores, MASKED)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    shrink = tl.exp2(row_max - new_max)
+    row_sum = row_sum * shrink + tl.sum(weights, 1)
+    acc = dot(weights.to(v.dtype), v, acc * shrink[:, None])
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def combine_splits(
+    partial_ptr,
+    lse_ptr,
+    out_ptr,
+    num_splits,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Merge partial results [num_splits, GROUP, HEAD_DIM] by their log2-sum-exps, in order."""
+    PADDED: tl.constexpr = PADDED_GROUP * HEAD_DIM
+    CHUNK: tl.constexpr = 4096 // PADDED if PADDED < 4096 else 1
+    WIDTH: tl.constexpr = GROUP * HEAD_DIM
+    cols = tl.arange(0, PADDED)
+    best = tl.full([PADDED], MASKED, tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    acc = tl.zeros([PADDED], tl.float32)
+    for first in range(0, num_splits, CHUNK):
+        splits = first + tl.arange(0, CHUNK)
+        mask = (splits < num_splits)[:, None] & (cols < WIDTH)[None, :]
+        lse_offsets = splits[:, None] * GROUP + (cols // HEAD_DIM)[None, :]
+        # The other programs' results are in L2, not in this SM's L1.
+        lse = tl.load(lse_ptr + lse_offsets, mask=mask, other=MASKED, cache_modifier=".cg")
+        offsets = splits[:, None] * WIDTH + cols[None, :]
+        part = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+        new_best = tl.maximum(best, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_best[None, :])
+        shrink = tl.exp2(best - new_best)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(weights * part, 0)
+        best = new_best
+    result = (acc / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + cols, result, mask=cols < WIDTH)
+
+
+@triton.jit
+def _attend_split(
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    start,
+    end,
+    qk_scale,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to tokens [start, end), at most SPLIT of them."""
+    dims = tl.arange(0, HEAD_DIM)
+    lanes = tl.arange(0, TILE)
+    row_max = tl.full([q.shape[0]], MASKED, tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], HEAD_DIM], tl.float32)
+    if SPLIT == TILE:
+        rows = cache_rows(table_ptr, start, end, TILE, BLOCK_SIZE)
+        offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
+        valid = start + lanes < end
+        k = tl.load(k_ptr + offsets, mask=valid[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=valid[:, None], other=0.0)
+        row_max, row_sum, acc = attend_tile(
+            q, k, v, valid[None, :], qk_scale, row_max, row_sum, acc, True
+        )
+    else:
+        if SPLIT <= BLOCK_SIZE:
+            # One block holds the split: a look-up inside the loop would cost pipeline stages.
+            block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        for tile in tl.range(start, end, TILE, num_stages=STAGES):
+            if SPLIT <= BLOCK_SIZE:
+                rows = block * BLOCK_SIZE + tile % BLOCK_SIZE + lanes
+            else:
+                rows = cache_rows(table_ptr, tile, end, TILE, BLOCK_SIZE)
+            offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
+            valid = tile + lanes < end
+            k = tl.load(k_ptr + offsets, mask=valid[:, None], other=0.0)
+            v = tl.load(v_ptr + offsets, mask=valid[:, None], other=0.0)
+            row_max, row_sum, acc = attend_tile(
+                q, k, v, valid[None, :], qk_scale, row_max, row_sum, acc, True
+            )
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    tables_ptr,
+    seqlens_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    qk_scale,
+    q_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One (kv head, split, sequence) a program; the last split of a head to arrive merges them."""
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    max_splits = tl.num_programs(1)
+    ROWS: tl.constexpr = PADDED_GROUP if PADDED_GROUP > 16 else 16  # the smallest tile of tl.dot
+    rows = tl.arange(0, ROWS)[:, None]
+    offsets = rows * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    out_row = out_ptr + (seq * NUM_KV_HEADS + head) * GROUP * HEAD_DIM
+    seqlen = tl.load(seqlens_ptr + seq)
+    start = split * SPLIT
+    if start >= seqlen:
+        if split == 0:
+            zeros = tl.zeros([ROWS, HEAD_DIM], out_ptr.dtype.element_ty)
+            tl.store(out_row + offsets, zeros, mask=rows < GROUP)
+        return
+    q_row = q_ptr + seq * q_stride + head * GROUP * HEAD_DIM
+    q = tl.load(q_row + offsets, mask=rows < GROUP, other=0.0)
+    row_max, row_sum, acc = _attend_split(
+        q,
+        k_ptr + head * HEAD_DIM,
+        v_ptr + head * HEAD_DIM,
+        tables_ptr + seq * table_stride,
+        start,
+        tl.minimum(start + SPLIT, seqlen),
+        qk_scale,
+        NUM_KV_HEADS * HEAD_DIM,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        SPLIT,
+        TILE,
+        STAGES,
+    )
+    acc = acc / row_sum[:, None]
+    num_splits = (seqlen + SPLIT - 1) // SPLIT
+    if num_splits == 1:
+        tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=rows < GROUP)
+    else:
+        unit = seq * NUM_KV_HEADS + head
+        partial = partial_ptr + unit * max_splits * GROUP * HEAD_DIM
+        lse = lse_ptr + unit * max_splits * GROUP
+        tl.store(partial + split * GROUP * HEAD_DIM + offsets, acc, mask=rows < GROUP)
+        lanes = tl.arange(0, ROWS)
+        row_lse = row_max + tl.log2(row_sum)
+        tl.store(lse + split * GROUP + lanes, row_lse, mask=lanes < GROUP)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel")
+        if arrived == num_splits - 1:
+            tl.debug_barrier()
+            combine_splits(partial, lse, out_row, num_splits, GROUP, PADDED_GROUP, HEAD_DIM)
+            tl.store(arrivals_ptr + unit, 0)
+
+
+def split_length(
+    num_seqs: int,
+    max_len: int,
+) -> int:
+    """Tokens per split of a decode step, from the batch (or graph) size and the table width alone.
+
+    Never from the lengths in the batch: inside one size a row's bits do not depend on its
+    neighbours. Few sequences need many splits to fill the GPU; many need long splits to stream.
+    """
+    if num_seqs <= 8:
+        split, most = (64 if num_seqs <= 2 else 128), 256
+    elif num_seqs <= 32:
+        split, most = 256, 64
+    else:
+        split, most = (512 if num_seqs <= 64 else 1024), 32
+    while split * most < max_len:
+        split *= 2
+    return split
+
+
+def decode_attention(
+    q: Tensor,  # [B, Hq, D], heads of a row contiguous
+    layer_kv: LayerKV,
+    block_tables: Tensor,  # int32 [B, max_blocks]
+    seqlens_k: Tensor,  # int32 [B] the new token included; 0: the row's output is zero
+    arrivals: Tensor,  # int32 [>= B * Hkv] zero, and zero again afterwards
+    out: Tensor,  # [B, Hq, D] contiguous, written
+) -> None:
+    """Attention of one new token per sequence; launches only, with a grid from static sizes."""
+    num_seqs, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = layer_kv.k.shape[1:3]
+    assert q.stride()[1:] == (head_dim, 1)
+    assert out.is_contiguous()
+    assert arrivals.numel() >= num_seqs * num_kv_heads
+    max_len = block_tables.shape[1] * block_size
+    split = split_length(num_seqs, max_len)
+    max_splits = triton.cdiv(max_len, split)
+    float32 = q.dtype == torch.float32
+    tile = min(split, 32 if float32 else 128 if split == 128 else 64)
+    partial = torch.empty(
+        (num_seqs, num_heads, max_splits, head_dim), dtype=torch.float32, device=q.device
+    )
+    lse = torch.empty((num_seqs, num_heads, max_splits), dtype=torch.float32, device=q.device)
+    _decode_kernel[(num_kv_heads, max_splits, num_seqs)](
+        q,
+        layer_kv.k,
+        layer_kv.v,
+        out,
+        block_tables,
+        seqlens_k,
+        partial,
+        lse,
+        arrivals,
+        head_dim**-0.5 * LOG2E.value,
+        q.stride(0),
+        block_tables.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        PADDED_GROUP=triton.next_power_of_2(num_heads // num_kv_heads),
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        SPLIT=split,
+        TILE=tile,
+        STAGES=1 if float32 else 2 if split <= 256 else 5 if split == 512 else 4,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    tables_ptr,
+    cu_seqlens_q_ptr,
+    seqlens_k_ptr,
+    qk_scale,
+    q_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK_M new tokens of one sequence and one query head a program, the longest rows first."""
+    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(1)
+    seq = tl.program_id(2)
+    q_start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
+    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start.to(tl.int32)
+    if first >= q_len:
+        return
+    k_len = tl.load(seqlens_k_ptr + seq)
+    rows = first + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, HEAD_DIM)
+    lanes = tl.arange(0, BLOCK_N)
+    row_mask = (rows < q_len)[:, None]
+    q_rows = q_ptr + (q_start + rows)[:, None] * q_stride + head * HEAD_DIM + dims[None, :]
+    q = tl.load(q_rows, mask=row_mask, other=0.0)
+    # Row r of the chunk is token k_len - q_len + r and sees everything up to itself.
+    positions = k_len - q_len + rows
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    k_head = k_ptr + kv_head * HEAD_DIM + dims[None, :]
+    v_head = v_ptr + kv_head * HEAD_DIM + dims[None, :]
+    table = tables_ptr + seq.to(tl.int64) * table_stride
+    row_max = tl.full([BLOCK_M], MASKED, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    visible_to_all = (k_len - q_len + first + 1) // BLOCK_N * BLOCK_N
+    for tile in tl.range(0, visible_to_all, BLOCK_N, num_stages=STAGES):
+        tokens = cache_rows(table, tile, k_len, BLOCK_N, BLOCK_SIZE)[:, None]
+        k = tl.load(k_head + tokens * (NUM_KV_HEADS * HEAD_DIM))
+        v = tl.load(v_head + tokens * (NUM_KV_HEADS * HEAD_DIM))
+        row_max, row_sum, acc = attend_tile(q, k, v, None, qk_scale, row_max, row_sum, acc, False)
+    end = tl.minimum(k_len - q_len + first + BLOCK_M, k_len)
+    for tile in tl.range(visible_to_all, end, BLOCK_N, num_stages=STAGES):
+        tokens = cache_rows(table, tile, k_len, BLOCK_N, BLOCK_SIZE)[:, None]
+        valid = (tile + lanes < end)[:, None]
+        k = tl.load(k_head + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
+        v = tl.load(v_head + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
+        visible = (tile + lanes)[None, :] <= positions[:, None]
+        row_max, row_sum, acc = attend_tile(q, k, v, visible, qk_scale, row_max, row_sum, acc, True)
+    out_rows = (q_start + rows)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
+    tl.store(
+        out_ptr + out_rows, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask
+    )
+
+
+def prefill_attention(
+    q: Tensor,  # [N, Hq, D], heads of a row contiguous
+    layer_kv: LayerKV,
+    block_tables: Tensor,  # int32 [B, max_blocks]
+    cu_seqlens_q: Tensor,  # int32 [B + 1] rows of `q`, not necessarily from 0
+    seqlens_k: Tensor,  # int32 [B] tokens in the cache, the new ones included
+    max_seqlen_q: int,
+    out: Tensor,  # [N, Hq, D] contiguous, written
+) -> None:
+    """Causal attention of each sequence's new tokens, its last ones, to all its tokens."""
+    _, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = layer_kv.k.shape[1:3]
+    assert q.stride()[1:] == (head_dim, 1)
+    assert out.is_contiguous()
+    if q.dtype == torch.float32:
+        block_m, block_n, stages, warps = 32, 32, 1, 4
+    elif max_seqlen_q <= 64:
+        block_m, block_n, stages, warps = 64, 64, 3, 4
+    else:
+        block_m, block_n, stages, warps = 128, 64, 3, 8
+    grid = (triton.cdiv(max_seqlen_q, block_m), num_heads, seqlens_k.shape[0])
+    _prefill_kernel[grid](
+        q,
+        layer_kv.k,
+        layer_kv.v,
+        out,
+        block_tables,
+        cu_seqlens_q,
+        seqlens_k,
+        head_dim**-0.5 * LOG2E.value,
+        q.stride(0),
+        block_tables.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        STAGES=stages,
+        num_warps=warps,
+    )
