@@ -23,6 +23,13 @@ class ReferenceAttention:
 
     name = "reference"
 
+    @staticmethod
+    def unavailable_reason(
+        device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+    ) -> str | None:
+        """None: it runs everywhere."""
+        return None
+
     def attend(
         self,
         q: Tensor,  # [N, Hq, D]
