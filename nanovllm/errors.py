@@ -1,4 +1,4 @@
-"""What can go wrong, by whose fault. All user mistakes are also `ValueError`s; no class here holds behaviour."""
+"""What can go wrong, by whose fault; all user mistakes are `ValueError`s too. No behaviour here."""
 
 
 class NanoVLLMError(Exception):

@@ -36,10 +36,3 @@ class TPGroup:
         if total % self.size:
             raise ValueError(f"{what}={total} does not divide over tensor_parallel_size={self.size}")
         return total // self.size
-
-
-def divide_up(a: int, b: int) -> int:
-    """Smallest integer >= a / b."""
-    return -(-a // b)
-
-

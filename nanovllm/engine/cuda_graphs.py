@@ -1,0 +1,70 @@
+"""Decode steps captured as CUDA graphs: model, LM head and sampler in one replay.
+
+Which batches are decode-only is the scheduler's decision; padding them to a captured size is
+`batch.py`'s.
+"""
+
+import bisect
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm.engine.batch import ForwardBatch, decode_header
+from nanovllm.utils.integers import divide_up
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes with a graph; the largest is always `max_num_seqs`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def graph_size_finder(max_num_seqs: int) -> Callable[[int], int]:
+    """A function from a number of sequences to the smallest captured size that holds them."""
+    sizes = capture_sizes(max_num_seqs)
+    return lambda num_seqs: sizes[bisect.bisect_left(sizes, num_seqs)]
+
+
+class CudaGraphs:
+    """The captured decode step of every size, largest first, sharing one memory pool."""
+
+    def __init__(self, runner: "ModelRunner", device_buffer: Tensor) -> None:
+        """Capture; `device_buffer` (int32) is where every step's input will be copied to."""
+        began, free_before = time.perf_counter(), torch.cuda.mem_get_info(runner.device)[0]
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._token_ids: dict[int, Tensor] = {}  # int32 [size], written by each replay
+        pool = None
+        for size in reversed(capture_sizes(runner.config.max_num_seqs)):
+            batch = self._static_batch(runner, device_buffer, size)
+            runner.decode(batch)  # compiles and warms up what may not run first under capture
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._token_ids[size] = runner.decode(batch)
+            pool = pool or graph.pool()
+            self._graphs[size] = graph
+        torch.cuda.synchronize(runner.device)
+        self.capture_s = time.perf_counter() - began
+        self.num_bytes = free_before - torch.cuda.mem_get_info(runner.device)[0]
+
+    def replay(self, size: int) -> Tensor:  # int32 [size]
+        """Run the captured step on the device buffer; the result lives until the next replay."""
+        self._graphs[size].replay()
+        return self._token_ids[size]
+
+    @staticmethod
+    def _static_batch(runner: "ModelRunner", device_buffer: Tensor, size: int) -> ForwardBatch:
+        """The views that a step of this size will fill; all rows are padding until then."""
+        width = divide_up(runner.max_model_len, runner.config.kvcache_block_size)
+        header = decode_header(size, size, width, runner.max_model_len)
+        device_buffer.zero_()
+        batch = ForwardBatch.from_buffer(header, device_buffer)
+        batch.rows.fill_(runner.config.max_num_seqs)
+        batch.meta.slot_mapping.fill_(-1)
+        torch.arange(size + 1, out=batch.meta.cu_seqlens_q)
+        return batch

@@ -1,0 +1,85 @@
+"""From a model's name to its folder, and what lies in that folder beside the weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def resolve_model(model: str) -> Path:
+    """The local folder of a checkpoint; a hub id is looked up in the local cache, then downloaded.
+
+    Raises:
+        CheckpointError: there is no such folder, and no such model can be had from the hub.
+    """
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"model={model!r} is a file; give the folder that holds config.json")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise CheckpointError(
+            f"model={model!r} is no folder on this machine and no hub id such as 'Qwen/Qwen3-0.6B'"
+        )
+    cached = cached_model(model)
+    if cached is not None:
+        return cached
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_PATTERNS))
+    except Exception as error:  # the hub client raises many kinds, OSError among them
+        raise CheckpointError(
+            f"model={model!r} is no folder on this machine, and the hub did not give it: {error}"
+        ) from error
+
+
+def cached_model(hub_id: str) -> Path | None:
+    """The local snapshot of a hub model that was downloaded earlier, or None."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, local_files_only=True))
+    except Exception:  # not cached: the client has several exception types for it
+        return None
+    has_weights = any(folder.glob("*.safetensors"))
+    return folder if has_weights and (folder / "config.json").is_file() else None
+
+
+def load_tokenizer(folder: Path) -> Any | None:
+    """The checkpoint's tokenizer, or None if the folder has no tokenizer files.
+
+    Raises:
+        CheckpointError: there are tokenizer files, but transformers cannot read them.
+    """
+    # asked by file, because transformers 5 builds an empty tokenizer where there is none
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # many kinds, by tokenizer class
+        raise CheckpointError(
+            f"transformers cannot read the tokenizer in {folder}: {error}"
+        ) from error
+
+
+def find_eos_token_ids(folder: Path, config_ids: tuple[int, ...], tokenizer: Any) -> frozenset[int]:
+    """Every id that ends a sequence: those of config.json, generation_config.json and tokenizer."""
+    ids = set(config_ids)
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} is not readable JSON: {error}") from error
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(ids)
