@@ -33,6 +33,7 @@ class RunStats:
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
     num_steps: int = 0
+    num_decode_steps: int = 0  # steps with at least one decode row
     prefill_s: float = 0.0
     decode_s: float = 0.0
     _last_s: float = field(default_factory=time.perf_counter)
@@ -48,6 +49,7 @@ class RunStats:
         self.num_prefill_tokens += num_prefill
         self.num_decode_tokens += num_decode
         self.num_steps += 1
+        self.num_decode_steps += num_decode > 0
         self._last_s = now
 
 

@@ -100,6 +100,14 @@ class ModelRunner:
         """Bytes of one KV block on this rank, over all layers."""
         return 2 * self.dtype.itemsize * int(np.prod(self._kv_shape(1)[1:]))
 
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a decode step reads here; an untied embedding is only gathered."""
+        num_bytes = sum(p.numel() * p.itemsize for p in self.model.parameters())
+        if not self.model_config.tie_word_embeddings:
+            embedding = self.model.model.embed_tokens.weight
+            num_bytes -= embedding.numel() * embedding.itemsize
+        return num_bytes
+
     @torch.inference_mode()
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged cache and the token store.

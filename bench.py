@@ -1,0 +1,325 @@
+"""Throughput and latency of nanovllm: `python bench.py`, `--latency`, `--profile`.
+
+The default load on a GPU is nano-vllm's: 256 sequences, 100-1024 tokens in, 100-1024 out, seed 0.
+The model names are shapes with random weights; a folder or hub id loads real ones.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+
+#            hidden  MLP    layers heads KV heads head_dim vocab   tied
+SHAPES = {
+    "tiny": (256, 768, 4, 8, 4, 32, 8192, True),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151936, True),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151936, True),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151936, True),
+    "qwen3-8b": (4096, 12288, 36, 32, 8, 128, 151936, False),
+    "qwen3-14b": (5120, 17408, 40, 40, 8, 128, 151936, False),
+}
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+MAX_PROMPT_ID = 10000  # ids of random prompts, as in nano-vllm's bench
+
+
+@dataclass
+class Load:
+    """Random prompts and how much is to be generated for each."""
+
+    num_seqs: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    shared_prefix_len: int
+    temperature: float
+
+    def draw(self, seed: int, vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
+        """Prompts and parameters; the same seed gives the same load."""
+        rng, top = Random(seed), min(MAX_PROMPT_ID, vocab_size - 1)
+        prompts = [
+            [rng.randint(0, top) for _ in range(rng.randint(*self.input_len))]
+            for _ in range(self.num_seqs)
+        ]
+        params = [
+            SamplingParams(
+                temperature=self.temperature,
+                ignore_eos=True,
+                max_tokens=rng.randint(*self.output_len),
+            )
+            for _ in range(self.num_seqs)
+        ]
+        prefix = [rng.randint(0, top) for _ in range(self.shared_prefix_len)]
+        return [prefix + prompt for prompt in prompts], params
+
+
+@dataclass
+class Result:
+    """What one repetition measured."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+    elapsed_s: float
+    prefill_s: float
+    decode_s: float
+    num_decode_steps: int
+    bandwidth_share: float | None  # of the measured copy bandwidth, by decode; None without a GPU
+
+    @property
+    def throughput(self) -> float:
+        """Output tokens per second."""
+        return self.num_output_tokens / self.elapsed_s
+
+    def __str__(self) -> str:
+        text = (
+            f"Total: {self.num_output_tokens}tok, Time: {self.elapsed_s:.2f}s, "
+            f"Throughput: {self.throughput:.2f}tok/s\n"
+            f"  prefill {self.prefill_s:.3f}s ({self.num_input_tokens} tokens in), "
+            f"decode {self.decode_s:.3f}s ({self.num_decode_steps} steps)"
+        )
+        if self.bandwidth_share is not None:
+            text += f", {self.bandwidth_share:.0%} of the memory bandwidth"
+        return text
+
+
+def parse_args() -> argparse.Namespace:
+    """The command line; sizes left out depend on whether there is a GPU."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", help=f"a folder, a hub id, or a shape with random weights: {', '.join(SHAPES)}")
+    add("--num-seqs", type=int)
+    add("--input-len", type=int, nargs=2, metavar=("MIN", "MAX"))
+    add("--output-len", type=int, nargs=2, metavar=("MIN", "MAX"))
+    add("--shared-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
+    add("--temperature", type=float, default=0.6)
+    add("--seed", type=int, default=0)
+    add("--repetitions", type=int, help="runs that count, each with fresh prompts")
+    add("--warmup", type=int, default=1, help="runs before those, with prompts of their own")
+    add("--json", metavar="FILE", help="write every repetition and the options there")
+    add("--latency", action="store_true", help="ms per decode step by batch size, instead")
+    add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    add("--profile", type=int, metavar="BATCH", help="kernels of a decode step, instead (GPU)")
+    add("--dummy", action="store_true", help="random weights for a folder or hub id")
+    add("--enforce-eager", action="store_true")
+    add("--no-async", action="store_true", help="async_scheduling=False")
+    add("--no-fast-decode", action="store_true", help="fast_decode=False")
+    add("--no-fused-kernels", action="store_true", help="fused_kernels=False")
+    add("--scheduling-policy")
+    add("--attention-backend")
+    add("--tensor-parallel-size", "--tp", type=int, default=1)
+    add("--max-num-seqs", type=int)
+    add("--max-num-batched-tokens", type=int)
+    add("--max-model-len", type=int)
+    add("--kvcache-block-size", type=int)
+    add("--num-kvcache-blocks", type=int)
+    add("--gpu-memory-utilization", type=float)
+    add("--dtype")
+    add("--device")
+    args = parser.parse_args()
+    set_defaults(args)
+    return args
+
+
+def set_defaults(args: argparse.Namespace) -> None:
+    """Fill what was left out; without a GPU, sizes that end within a minute."""
+    has_gpu = torch.cuda.is_available() and args.device != "cpu"
+    small = not has_gpu and args.model is None and args.num_seqs is None
+    if small:
+        print("No GPU: a small load on the 'tiny' shape. See --help for other sizes.")
+    args.model = args.model or ("qwen3-0.6b" if has_gpu else "tiny")
+    if f"qwen3-{args.model}" in SHAPES:
+        args.model = f"qwen3-{args.model}"
+    args.num_seqs = args.num_seqs or (256 if has_gpu else 16)
+    args.input_len = args.input_len or ([100, 1024] if has_gpu else [16, 128])
+    args.output_len = args.output_len or ([100, 1024] if has_gpu else [16, 64])
+    args.repetitions = args.repetitions or (3 if has_gpu else 1)
+
+
+def write_shape(name: str, folder: Path) -> None:
+    """Write the config.json of a built-in shape."""
+    config: dict[str, Any] = dict(zip(FIELDS, SHAPES[name], strict=True))
+    config |= {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 40960,
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def build(args: argparse.Namespace) -> LLM:
+    """The engine that the options describe."""
+    names = (
+        "scheduling_policy",
+        "attention_backend",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "kvcache_block_size",
+        "num_kvcache_blocks",
+        "gpu_memory_utilization",
+        "dtype",
+        "device",
+    )
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options |= {
+        "enforce_eager": args.enforce_eager,
+        "async_scheduling": not args.no_async,
+        "fast_decode": not args.no_fast_decode,
+        "fused_kernels": not args.no_fused_kernels,
+        "tensor_parallel_size": args.tensor_parallel_size,
+    }
+    if args.model not in SHAPES:
+        return LLM(args.model, load_format="dummy" if args.dummy else "auto", **options)
+    with tempfile.TemporaryDirectory() as folder:
+        write_shape(args.model, Path(folder))
+        return LLM(folder, load_format="dummy", **options)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a large copy on the GPU: the best of ten."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(10):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        best = max(best, 2 * len(source) / (begin.elapsed_time(end) / 1e3))
+    return best
+
+
+def decode_bytes(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> int:
+    """The least that decode must read on one rank: all weights each step, each token's KV."""
+    runner = llm.engine.workers
+    num_kv_tokens = sum(
+        (len(prompt) + 1 + len(prompt) + item.max_tokens - 1) * (item.max_tokens - 1) // 2
+        for prompt, item in zip(prompts, params, strict=True)
+    )
+    kv_bytes = num_kv_tokens * runner.block_bytes() // llm.engine.config.kvcache_block_size
+    return kv_bytes + llm.stats.num_decode_steps * runner.weight_bytes()
+
+
+def run_once(llm: LLM, load: Load, seed: int, bandwidth: float | None, vocab_size: int) -> Result:
+    """Generate one load and time it."""
+    prompts, params = load.draw(seed, vocab_size)
+    began = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    elapsed_s = time.perf_counter() - began
+    stats = llm.stats
+    share = None
+    if bandwidth and stats.decode_s:
+        share = decode_bytes(llm, prompts, params) / stats.decode_s / bandwidth
+    return Result(
+        sum(map(len, prompts)),
+        sum(item.max_tokens for item in params),
+        elapsed_s,
+        stats.prefill_s,
+        stats.decode_s,
+        stats.num_decode_steps,
+        share,
+    )
+
+
+def bench_throughput(args: argparse.Namespace, llm: LLM, bandwidth: float | None) -> None:
+    """Repeat the load with fresh prompts; print each run and the median."""
+    load = Load(
+        args.num_seqs,
+        tuple(args.input_len),
+        tuple(args.output_len),
+        args.shared_prefix_len,
+        args.temperature,
+    )
+    vocab_size = llm.engine.limits.vocab_size
+    for i in range(args.warmup):
+        run_once(llm, load, args.seed + 1000 + i, bandwidth, vocab_size)
+    results = []
+    for i in range(args.repetitions):
+        results.append(run_once(llm, load, args.seed + i, bandwidth, vocab_size))
+        print(results[-1], flush=True)
+    if len(results) > 1:
+        rates = [result.throughput for result in results]
+        rate_in = statistics.median(r.num_input_tokens / r.elapsed_s for r in results)
+        print(
+            f"Median of {len(rates)}: {statistics.median(rates):.0f} output tok/s "
+            f"(from {min(rates):.0f} to {max(rates):.0f}), {rate_in:.0f} input tok/s"
+        )
+    if args.json:
+        rows = [{**asdict(result), "throughput": result.throughput} for result in results]
+        Path(args.json).write_text(json.dumps({"options": vars(args), "results": rows}, indent=2))
+
+
+def bench_latency(args: argparse.Namespace, llm: LLM) -> None:
+    """Print wall milliseconds per decode step: prompts of 128 tokens, 512 out."""
+    vocab_size = llm.engine.limits.vocab_size
+    rows = []
+    print("batch  ms/step  tok/s")
+    for batch_size in args.batch_sizes:
+        load = Load(batch_size, (128, 128), (512, 512), 0, args.temperature)
+        run_once(llm, load, 999, None, vocab_size)
+        results = [run_once(llm, load, i, None, vocab_size) for i in range(args.repetitions)]
+        step_ms = statistics.median(1e3 * r.decode_s / r.num_decode_steps for r in results)
+        rows.append({"batch_size": batch_size, "step_ms": step_ms})
+        print(f"{batch_size:5d}  {step_ms:7.3f}  {batch_size / step_ms * 1e3:.0f}", flush=True)
+    if args.json:
+        Path(args.json).write_text(json.dumps({"options": vars(args), "results": rows}, indent=2))
+
+
+def profile_decode(args: argparse.Namespace, llm: LLM) -> None:
+    """Print the kernels of decode steps at one batch size, by time."""
+    load = Load(args.profile, (512, 512), (64, 64), 0, args.temperature)
+    vocab_size = llm.engine.limits.vocab_size
+    run_once(llm, load, 999, None, vocab_size)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        result = run_once(llm, load, 0, None, vocab_size)
+    print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
+    print(result)
+
+
+def main() -> None:
+    """Build the engine once and measure what was asked for."""
+    args = parse_args()
+    began = time.perf_counter()
+    with build(args) as llm:
+        runner = llm.engine.workers
+        print(
+            f"{args.model} on {runner.device}, {runner.attention.name} attention, ready after "
+            f"{time.perf_counter() - began:.1f}s",
+            flush=True,
+        )
+        is_gpu = runner.device.type == "cuda"
+        if args.profile:
+            profile_decode(args, llm)
+        elif args.latency:
+            bench_latency(args, llm)
+        else:
+            bench_throughput(args, llm, copy_bandwidth(runner.device) if is_gpu else None)
+
+
+if __name__ == "__main__":
+    main()
