@@ -1,7 +1,7 @@
-"""Attention over the paged KV cache: split-KV decode and variable-length prefill kernels.
+"""Decode attention over the paged KV cache, split over its tokens, and the pieces prefill shares.
 
-Both read every key and value from the cache through the block table, so a prefix hit, a chunk and a
-whole prompt are the same case. The block size is any power of two from 16.
+Keys and values, the new token's included, are read from the cache through the block table; the
+block size is any power of two from 16. Prefill is in `prefill_attention.py`.
 """
 
 import torch
@@ -55,10 +55,10 @@ def combine_splits(
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Merge partial results [num_splits, GROUP, HEAD_DIM] by their log2-sum-exps, in order."""
+    """Merge partial results [num_splits, GROUP, HEAD_DIM] by their log2-sum-exps, CHUNK at once."""
     PADDED: tl.constexpr = PADDED_GROUP * HEAD_DIM
-    CHUNK: tl.constexpr = 4096 // PADDED if PADDED < 4096 else 1
     WIDTH: tl.constexpr = GROUP * HEAD_DIM
     cols = tl.arange(0, PADDED)
     best = tl.full([PADDED], MASKED, tl.float32)
@@ -154,6 +154,7 @@ def _decode_kernel(
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """One (kv head, split, sequence) a program; the last split of a head to arrive merges them."""
     head = tl.program_id(0)
@@ -204,7 +205,7 @@ def _decode_kernel(
         arrived = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             tl.debug_barrier()
-            combine_splits(partial, lse, out_row, num_splits, GROUP, PADDED_GROUP, HEAD_DIM)
+            combine_splits(partial, lse, out_row, num_splits, GROUP, PADDED_GROUP, HEAD_DIM, CHUNK)
             tl.store(arrivals_ptr + unit, 0)
 
 
@@ -228,6 +229,19 @@ def split_length(
     return split
 
 
+def decode_tiles(split: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """(tokens per tile, pipeline stages, warps, elements merged at once) for a split length.
+
+    A split of one tile runs without a loop. Merging many elements at once is quick but takes the
+    registers that let more programs share an SM, which long splits need.
+    """
+    if dtype == torch.float32:
+        return 32, 1, 4, 1024
+    if split <= 128:
+        return split, 1, 4, 4096
+    return 64, 2 if split == 256 else 5 if split == 512 else 4, 4, 1024
+
+
 def decode_attention(
     q: Tensor,  # [B, Hq, D], heads of a row contiguous
     layer_kv: LayerKV,
@@ -245,8 +259,9 @@ def decode_attention(
     max_len = block_tables.shape[1] * block_size
     split = split_length(num_seqs, max_len)
     max_splits = triton.cdiv(max_len, split)
-    float32 = q.dtype == torch.float32
-    tile = min(split, 32 if float32 else 128 if split == 128 else 64)
+    tile, stages, warps, merged = decode_tiles(split, q.dtype)
+    group = num_heads // num_kv_heads
+    padded_group = triton.next_power_of_2(group)
     partial = torch.empty(
         (num_seqs, num_heads, max_splits, head_dim), dtype=torch.float32, device=q.device
     )
@@ -265,119 +280,13 @@ def decode_attention(
         q.stride(0),
         block_tables.stride(0),
         NUM_KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        PADDED_GROUP=triton.next_power_of_2(num_heads // num_kv_heads),
+        GROUP=group,
+        PADDED_GROUP=padded_group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         SPLIT=split,
         TILE=tile,
-        STAGES=1 if float32 else 2 if split <= 256 else 5 if split == 512 else 4,
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    tables_ptr,
-    cu_seqlens_q_ptr,
-    seqlens_k_ptr,
-    qk_scale,
-    q_stride,
-    table_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """BLOCK_M new tokens of one sequence and one query head a program, the longest rows first."""
-    first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
-    head = tl.program_id(1)
-    seq = tl.program_id(2)
-    q_start = tl.load(cu_seqlens_q_ptr + seq).to(tl.int64)
-    q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start.to(tl.int32)
-    if first >= q_len:
-        return
-    k_len = tl.load(seqlens_k_ptr + seq)
-    rows = first + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, HEAD_DIM)
-    lanes = tl.arange(0, BLOCK_N)
-    row_mask = (rows < q_len)[:, None]
-    q_rows = q_ptr + (q_start + rows)[:, None] * q_stride + head * HEAD_DIM + dims[None, :]
-    q = tl.load(q_rows, mask=row_mask, other=0.0)
-    # Row r of the chunk is token k_len - q_len + r and sees everything up to itself.
-    positions = k_len - q_len + rows
-    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    k_head = k_ptr + kv_head * HEAD_DIM + dims[None, :]
-    v_head = v_ptr + kv_head * HEAD_DIM + dims[None, :]
-    table = tables_ptr + seq.to(tl.int64) * table_stride
-    row_max = tl.full([BLOCK_M], MASKED, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    visible_to_all = (k_len - q_len + first + 1) // BLOCK_N * BLOCK_N
-    for tile in tl.range(0, visible_to_all, BLOCK_N, num_stages=STAGES):
-        tokens = cache_rows(table, tile, k_len, BLOCK_N, BLOCK_SIZE)[:, None]
-        k = tl.load(k_head + tokens * (NUM_KV_HEADS * HEAD_DIM))
-        v = tl.load(v_head + tokens * (NUM_KV_HEADS * HEAD_DIM))
-        row_max, row_sum, acc = attend_tile(q, k, v, None, qk_scale, row_max, row_sum, acc, False)
-    end = tl.minimum(k_len - q_len + first + BLOCK_M, k_len)
-    for tile in tl.range(visible_to_all, end, BLOCK_N, num_stages=STAGES):
-        tokens = cache_rows(table, tile, k_len, BLOCK_N, BLOCK_SIZE)[:, None]
-        valid = (tile + lanes < end)[:, None]
-        k = tl.load(k_head + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
-        v = tl.load(v_head + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
-        visible = (tile + lanes)[None, :] <= positions[:, None]
-        row_max, row_sum, acc = attend_tile(q, k, v, visible, qk_scale, row_max, row_sum, acc, True)
-    out_rows = (q_start + rows)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
-    tl.store(
-        out_ptr + out_rows, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=row_mask
-    )
-
-
-def prefill_attention(
-    q: Tensor,  # [N, Hq, D], heads of a row contiguous
-    layer_kv: LayerKV,
-    block_tables: Tensor,  # int32 [B, max_blocks]
-    cu_seqlens_q: Tensor,  # int32 [B + 1] rows of `q`, not necessarily from 0
-    seqlens_k: Tensor,  # int32 [B] tokens in the cache, the new ones included
-    max_seqlen_q: int,
-    out: Tensor,  # [N, Hq, D] contiguous, written
-) -> None:
-    """Causal attention of each sequence's new tokens, its last ones, to all its tokens."""
-    _, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = layer_kv.k.shape[1:3]
-    assert q.stride()[1:] == (head_dim, 1)
-    assert out.is_contiguous()
-    if q.dtype == torch.float32:
-        block_m, block_n, stages, warps = 32, 32, 1, 4
-    elif max_seqlen_q <= 64:
-        block_m, block_n, stages, warps = 64, 64, 3, 4
-    else:
-        block_m, block_n, stages, warps = 128, 64, 3, 8
-    grid = (triton.cdiv(max_seqlen_q, block_m), num_heads, seqlens_k.shape[0])
-    _prefill_kernel[grid](
-        q,
-        layer_kv.k,
-        layer_kv.v,
-        out,
-        block_tables,
-        cu_seqlens_q,
-        seqlens_k,
-        head_dim**-0.5 * LOG2E.value,
-        q.stride(0),
-        block_tables.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
         STAGES=stages,
+        CHUNK=max(merged // (padded_group * head_dim), 1),
         num_warps=warps,
     )

@@ -74,12 +74,12 @@ def _qk_norm_rope_store_kernel(
 
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
-        k_row = k_cache_ptr + slot * cache_stride - NUM_HEADS * 2 * HALF + offsets
-        v_row = v_cache_ptr + slot * cache_stride - (NUM_HEADS + NUM_KV_HEADS) * 2 * HALF + offsets
-        tl.store(k_row, new_low, mask=is_k[:, None])
-        tl.store(k_row + HALF, new_high, mask=is_k[:, None])
-        tl.store(v_row, raw_low, mask=is_v[:, None])
-        tl.store(v_row + HALF, raw_high, mask=is_v[:, None])
+        k_out = k_cache_ptr + slot * cache_stride - NUM_HEADS * 2 * HALF + offsets
+        v_out = v_cache_ptr + slot * cache_stride - (NUM_HEADS + NUM_KV_HEADS) * 2 * HALF + offsets
+        tl.store(k_out, new_low, mask=is_k[:, None])
+        tl.store(k_out + HALF, new_high, mask=is_k[:, None])
+        tl.store(v_out, raw_low, mask=is_v[:, None])
+        tl.store(v_out + HALF, raw_high, mask=is_v[:, None])
 
 
 def qk_norm_rope_store(

@@ -5,9 +5,6 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
-
 
 class CountedKernel:
     """Stands in for a Triton kernel and counts its launches."""

@@ -4,8 +4,8 @@ Prefill is one varlen call, on contiguous k and v where no sequence has a prefix
 through the block table; decode is one kvcache call. Storing k and v is not done here.
 """
 
+import importlib
 import importlib.util
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,13 +28,12 @@ class FlashAttention:
 
     name = "flash"
 
-    def __init__(self) -> None:
-        self.version = 3 if _has_flash3(torch.device("cuda")) else 2
-        module: ModuleType
-        if self.version == 3:
-            import flash_attn_interface as module
-        else:
-            import flash_attn as module
+    def __init__(self, version: int | None = None) -> None:
+        """Load FlashAttention `version` (2 or 3), by default the newest that runs here."""
+        self.version = version or (3 if _has_flash3(torch.device("cuda")) else 2)
+        module = importlib.import_module(
+            "flash_attn_interface" if self.version == 3 else "flash_attn"
+        )
         self._varlen = module.flash_attn_varlen_func
         self._kvcache = module.flash_attn_with_kvcache
 

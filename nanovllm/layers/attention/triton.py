@@ -1,7 +1,7 @@
 """The Triton attention backend: our own paged prefill and split-KV decode kernels.
 
 Needs nothing but triton and takes float32 in full precision. The kernels are in
-`nanovllm/kernels/paged_attention.py`; this class only hands them the step.
+`nanovllm/kernels/paged_attention.py` and `prefill_attention.py`; this only hands them the step.
 """
 
 import importlib.util
@@ -21,9 +21,11 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self) -> None:
-        from nanovllm.kernels import paged_attention
+        from nanovllm.kernels.paged_attention import decode_attention
+        from nanovllm.kernels.prefill_attention import prefill_attention
 
-        self._kernels = paged_attention
+        self._decode_attention = decode_attention
+        self._prefill_attention = prefill_attention
         self._arrivals: Tensor | None = None  # int32, zero between steps
 
     @staticmethod
@@ -61,7 +63,7 @@ class TritonAttention:
         if num_decode:
             self.decode(q[:num_decode], layer_kv, meta, out[:num_decode])
         if num_decode < meta.seqlens_k.shape[0]:
-            self._kernels.prefill_attention(
+            self._prefill_attention(
                 q,
                 layer_kv,
                 meta.block_tables[num_decode:],
@@ -87,7 +89,7 @@ class TritonAttention:
             )
             self._arrivals = torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=q.device)
         num_decode = meta.num_decode_seqs
-        self._kernels.decode_attention(
+        self._decode_attention(
             q,
             layer_kv,
             meta.block_tables[:num_decode],
