@@ -46,7 +46,7 @@ def dtype(request):
 
 @pytest.fixture
 def tolerance(device, dtype):
-    """Arguments of assert_close for a few roundings in `dtype`; the interpreter's bf16 truncates."""
+    """assert_close arguments for a few roundings in `dtype`; the interpreter truncates bf16."""
     if dtype == torch.float32:
         return {"rtol": 1e-5, "atol": 1e-5}
     return {"rtol": 3e-2, "atol": 6e-2} if device.type == "cpu" else {"rtol": 1.6e-2, "atol": 1e-2}
