@@ -82,7 +82,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
             names = sorted(
                 set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             )
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a readable index: {error!r}") from error
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
