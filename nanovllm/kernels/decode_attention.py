@@ -1,0 +1,106 @@
+"""Attention of one new token per sequence over the paged KV cache, straight from the qkv product.
+
+Fused: q/k norm, RoPE, the new token's way into the cache, attention over the cached tokens, and the
+merging of the pieces that a context is split into. Prefill and the unfused decode are elsewhere.
+"""
+
+from dataclasses import dataclass
+
+import triton
+from torch import Tensor
+
+from nanovllm.kernels.decode_attention_kernels import one_tile_kernel, pipelined_kernel
+from nanovllm.kernels.pdl import launch_options
+
+PIPELINED_TILE = 64  # tokens a loop iteration; 128 and 8 warps are slower at every batch size
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Which kernel runs and how contexts are split."""
+
+    one_tile: bool  # else pipelined
+    split: int  # tokens per piece
+    num_splits: int  # pieces in the grid
+    is_long: bool  # contexts may exceed split * num_splits; their pieces are then longer
+    stages: int  # of the pipeline
+
+
+def plan_attention(batch_size: int, num_kv_heads: int, max_len: int) -> AttentionPlan:
+    """Choose kernel and split for `batch_size` rows of at most `max_len` tokens.
+
+    Never by live lengths: inside one graph size a row's bits do not depend on its neighbours.
+    """
+    heads = batch_size * num_kv_heads
+    # Programs beyond a row's length exit at once, but tens of thousands of them cost microseconds.
+    if heads <= 64:
+        one_tile, split, stages, most_programs = True, 64 if heads <= 8 else 128, 1, 2048
+    elif heads <= 256:
+        one_tile, split, stages, most_programs = False, 256, 2, 8192
+    else:
+        one_tile, split, stages, most_programs = False, 1024 if heads < 1024 else 2048, 4, 16384
+    wanted = triton.cdiv(max_len, split)
+    num_splits = min(wanted, max(1, most_programs // heads))
+    return AttentionPlan(one_tile, split, num_splits, num_splits < wanted, stages)
+
+
+def decode_attention(
+    qkv: Tensor,  # [B, (Hq + 2 Hkv) * D] raw products of this step's tokens
+    k_cache: Tensor,  # [num_blocks, S, Hkv, D]
+    v_cache: Tensor,
+    block_tables: Tensor,  # int32 [B, W]
+    seqlens_k: Tensor,  # int32 [B] tokens attended to, the new one included; 0 = padded row
+    slot_mapping: Tensor,  # int32 [B] cache row of the new token; -1 = do not store
+    cos_sin: Tensor,  # float32 [positions, D]: cosines, then sines
+    q_weight: Tensor | None,  # [D] or None
+    k_weight: Tensor | None,  # [D] or None
+    out: Tensor,  # [B, Hq * D]
+    partials: Tensor,  # float32 [>= B * Hkv * num_splits * (group * (D + 1))]
+    counts: Tensor,  # int32 [>= B * Hkv], zeros; zeros again afterwards
+    plan: AttentionPlan,
+    *,
+    eps: float,
+    pdl: bool = False,
+) -> None:
+    """Store the new tokens' keys and values and write each query head's attention to `out`."""
+    B, width = qkv.shape
+    page, HKV, D = k_cache.shape[1:]
+    G = width // (HKV * D) - 2
+    lse = partials[B * HKV * plan.num_splits * G * D :]
+    has_norm = q_weight is not None
+    args = (
+        qkv,
+        k_cache,
+        v_cache,
+        block_tables,
+        seqlens_k,
+        slot_mapping,
+        cos_sin,
+        q_weight if has_norm else qkv,
+        k_weight if has_norm else qkv,
+        out,
+        partials,
+        lse,
+        counts,
+        D**-0.5,
+        eps,
+        block_tables.stride(0),
+    )
+    shared = {
+        "HKV": HKV,
+        "G": G,
+        "R": max(16, triton.next_power_of_2(G)),  # the least that a tensor core takes
+        "D": D,
+        "PAGE": page,
+        "SPLIT": plan.split,
+        "LONG": plan.is_long,
+        "QK_NORM": has_norm,
+        "PDL": pdl,
+        "num_warps": 4,
+        **launch_options(pdl),
+    }
+    grid = (HKV, plan.num_splits, B)
+    if plan.one_tile:
+        one_tile_kernel[grid](*args, **shared)
+    else:
+        pipelined_kernel[grid](*args, TILE=PIPELINED_TILE, STAGES=plan.stages, **shared)

@@ -1,0 +1,177 @@
+"""Products of up to 64 rows with a weight matrix, fused with the norm before them and the residual
+addition or SiLU after them.
+
+The weight is the tall operand of the tensor cores ("swap AB"), so few input rows waste little.
+Normalising inside the loop costs several times the product. Therefore the norm weight is folded
+into the weight beforehand, the raw residual stream goes in, and the result's rows are scaled by
+1 / rms. The sums of squares for that come from the kernel that wrote the stream, one partial sum
+per BLOCK_N columns: no atomics, a fixed order, the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.kernels.common import dot
+from nanovllm.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
+
+BLOCK_N = 64  # weight rows a program, the least that one Hopper tensor-core instruction takes
+MAX_ROWS = 64
+MAX_SPLITS = 8
+
+
+@triton.jit(do_not_specialize=["M"])  # one binary for all batch sizes of a tile
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    residual_ptr,
+    squares_in_ptr,  # float32 [K / BLOCK_N, M]
+    squares_out_ptr,  # float32 [N / BLOCK_N, M]
+    partial_ptr,  # float32 [SPLIT_K, M, N]
+    count_ptr,  # int32 [N / BLOCK_N], zero before and after
+    M,
+    N,
+    K,
+    eps,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    SQUARES: tl.constexpr,  # power of two >= K / BLOCK_N; 0: x is normalised already
+    SILU: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pid_n = tl.program_id(0)
+    pid_k = tl.program_id(1)
+    split = K // SPLIT_K
+    rows_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows_m = tl.arange(0, BLOCK_M)
+    cols = pid_k * split + tl.arange(0, BLOCK_K)
+    if PDL:
+        # Up to 2 KB of every row travel to L2 during the wait: all of it in small models; in large
+        # ones, more would push out what other programs asked for.
+        tl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [
+                (weight_ptr + rows_n.to(tl.int64) * K + pid_k * split).to(tl.int64, bitcast=True),
+                tl.full([BLOCK_N], 0, tl.int32) + tl.minimum(split, 1024) * 2,
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        gdc_wait()
+        # Only now: successors that start earlier take the slots of this kernel's own programs.
+        gdc_launch_dependents()
+    mask_m = rows_m < M
+    if SQUARES > 0:
+        p = tl.arange(0, SQUARES)
+        partial_squares = tl.load(
+            squares_in_ptr + p[:, None] * M + rows_m[None, :],
+            mask=(p < K // BLOCK_N)[:, None] & mask_m[None, :],
+            other=0.0,
+        )
+        row_scale = tl.rsqrt(tl.sum(partial_squares, 0) / K + eps)
+    x_ptrs = x_ptr + rows_m[:, None] * K + cols[None, :]
+    weight_ptrs = weight_ptr + rows_n[:, None].to(tl.int64) * K + cols[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(0, split, BLOCK_K, num_stages=STAGES):
+        w = tl.load(weight_ptrs + k)
+        x = tl.load(x_ptrs + k, mask=mask_m[:, None], other=0.0)
+        acc = dot(w, tl.trans(x), acc)
+    acc = tl.trans(acc)
+    offsets = rows_m[:, None] * N + rows_n[None, :]
+    mask = mask_m[:, None]
+    is_last = True
+    if SPLIT_K > 1:
+        # Every split leaves its sum; the last to arrive adds them in order, whichever it is.
+        tl.store(partial_ptr + pid_k * M * N + offsets, acc, mask=mask)
+        tl.debug_barrier()
+        is_last = tl.atomic_add(count_ptr + pid_n, 1, sem="acq_rel") == SPLIT_K - 1
+    if is_last:
+        if SPLIT_K > 1:
+            tl.debug_barrier()
+            # .cg: L1 may hold lines from before the other programs wrote them.
+            acc = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+            for s in tl.static_range(1, SPLIT_K):
+                acc += tl.load(
+                    partial_ptr + s * M * N + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(count_ptr + pid_n, 0)
+        if SQUARES > 0:
+            acc *= row_scale[:, None]
+        if SILU:
+            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
+            half = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            y = gate / (1.0 + tl.exp(-gate)) * up
+            out_ptrs = out_ptr + rows_m[:, None] * (N // 2) + half[None, :]
+            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            if RESIDUAL:
+                acc += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+                # The norm is taken of what is stored, not of what rounding dropped.
+                rounded = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+                squares = tl.sum(rounded * rounded, 1)
+                tl.store(squares_out_ptr + pid_n * M + rows_m, squares, mask=mask_m)
+            tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def split_k(N: int, K: int) -> int:
+    """How many programs share one output tile: enough to fill the card, as few as that takes."""
+    splits = 1
+    while splits < MAX_SPLITS and N // BLOCK_N * splits < 64 and K % (splits * 2 * 128) == 0:
+        splits *= 2
+    return splits
+
+
+def linear(
+    x: Tensor,  # [M, K], 1 <= M <= 64
+    weight: Tensor,  # [N, K]; N and K multiples of 64
+    out: Tensor,  # [M, N], or [M, N / 2] with silu
+    partials: Tensor,  # float32 [>= split_k * M * N]
+    counts: Tensor,  # int32 [>= N / 64], zeros; zeros again afterwards
+    *,
+    eps: float = 0.0,
+    squares_in: Tensor | None = None,  # float32 [K / 64 * M], row [p, :M] of part p: divide row m
+    # of the result by sqrt(sum_p squares_in[p, m] / K + eps)
+    residual: Tensor | None = None,  # [M, N], may be `out`: out = residual + x @ weight.T
+    squares_out: Tensor
+    | None = None,  # float32 [N / 64 * M], with residual: partial sums of squares of out
+    silu: bool = False,  # weight rows are gate, up, gate, up, ...: out = silu(gate) * up
+    pdl: bool = False,
+) -> None:
+    """Write `x @ weight.T` with the given pro- and epilogue to `out`, accumulating in float32."""
+    M, K = x.shape
+    N = weight.shape[0]
+    assert M <= MAX_ROWS, f"linear multiplies up to {MAX_ROWS} rows, got {M}"
+    assert N % BLOCK_N == K % 64 == 0, f"no tile divides a weight of {N} x {K}"
+    splits = split_k(N, K)
+    _linear_kernel[(N // BLOCK_N, splits)](
+        x,
+        weight,
+        out,
+        out if residual is None else residual,
+        partials if squares_in is None else squares_in,
+        partials if squares_out is None else squares_out,
+        partials,
+        counts,
+        M,
+        N,
+        K,
+        eps,
+        BLOCK_M=max(16, triton.next_power_of_2(M)),
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=128 if K % (splits * 128) == 0 else 64,
+        SPLIT_K=splits,
+        SQUARES=0 if squares_in is None else triton.next_power_of_2(K // BLOCK_N),
+        SILU=silu,
+        RESIDUAL=residual is not None,
+        STAGES=3 if M > 32 else 4,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
