@@ -96,9 +96,9 @@ class BlockManager:
 
     def needs_block(self, seq: Sequence) -> bool:
         """Whether writing the sequence's last token takes a free block."""
-        if self.num_blocks_for(seq.num_tokens) > len(seq.block_table):
-            return True
-        return self._ref_count[seq.block_table[-1]] > 1
+        table = seq.block_table
+        num_tokens = len(seq.token_ids) + seq.num_in_flight_tokens  # inlined: asked for every row
+        return num_tokens > len(table) * self.block_size or self._ref_count[table[-1]] > 1
 
     def append_slot(self, seq: Sequence) -> tuple[int, int] | None:
         """Make the last token's slot writable; a shared block is replaced by a copy.

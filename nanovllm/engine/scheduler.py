@@ -206,21 +206,33 @@ class Scheduler:
         recomputed from its tokens, so all of them must be known.
         """
         manager = self.block_manager
-        ready = [seq for seq in self.running if not seq.is_prefilling]
-        if sum(map(manager.needs_block, ready)) > manager.num_free_blocks:
+        ready, growing = self._find_decode_rows()
+        if len(growing) > manager.num_free_blocks:
             if self.num_in_flight_steps:
                 return False
-            ready = self._preempt_until_fits()
-        for seq in ready:
+            ready, growing = self._preempt_until_fits()
+        for seq in growing:
             copy = manager.append_slot(seq)
             if copy is not None:
                 batch.block_copies.append(copy)
         if len(ready) >= _SORT_FROM:
             ready.sort(key=lambda seq: seq.num_computed_tokens, reverse=True)
+        batch.seqs = ready
+        batch.starts = [seq.num_computed_tokens for seq in ready]
+        batch.num_new_tokens = [1] * len(ready)
+        batch.num_decode_seqs = batch.num_samples = len(ready)
         for seq in ready:
-            self._add_chunk(batch, seq, 1)
-        batch.num_decode_seqs = len(ready)
+            seq.num_computed_tokens += 1
+            seq.num_in_flight_tokens += 1
+            if seq.num_computed_tokens + 1 == seq.max_num_tokens:
+                self._about_to_end.append(seq)
         return True
+
+    def _find_decode_rows(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The sequences past their prefill, and those of them whose next token takes a block."""
+        needs_block = self.block_manager.needs_block
+        ready = [seq for seq in self.running if seq.num_computed_tokens >= seq.prefill_end]
+        return ready, [seq for seq in ready if needs_block(seq)]
 
     def _add_chunk(self, batch: ScheduledBatch, seq: Sequence, budget: int) -> int:
         """Put the sequence's next tokens, at most `budget`, into the step; returns how many."""
@@ -258,8 +270,8 @@ class Scheduler:
         seq.row = self._free_rows.pop()
         self.running.append(seq)
 
-    def _preempt_until_fits(self) -> list[Sequence]:
-        """Preempt from the tail until the decode rows have room; returns those rows.
+    def _preempt_until_fits(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Preempt from the tail until the decode rows have room; returns `_find_decode_rows()`.
 
         Goes on until the rest is expected to fit to its end: what must go later is cheaper to
         recompute now.
@@ -268,13 +280,13 @@ class Scheduler:
         if self._reserve is not None:
             self._reserve.observe_pressure(self.running)
         while True:
-            ready = [seq for seq in self.running if not seq.is_prefilling]
-            num_wanted = sum(map(manager.needs_block, ready))
+            ready, growing = self._find_decode_rows()
+            num_wanted = len(growing)
             if self._reserve is not None and len(self.running) > 1:
                 peak = self._reserve.peak_num_blocks(self.running, None, 0)
                 num_wanted = max(num_wanted, peak)
             if num_wanted <= manager.num_free_blocks:
-                return ready
+                return ready, growing
             self._preempt(self.running.pop())
 
     def _preempt(self, seq: Sequence) -> None:
