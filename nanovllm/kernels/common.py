@@ -85,6 +85,8 @@ def log2_noise(token_ids, s0, s1):
     z *= 0xD35A2D97
     z ^= z >> 15
     v = _one_to_two(z) - 0.99999994
-    # Near 0, where winners live, the logarithm of 1 - v has no digits left.
-    e = tl.where(v < 0.0078125, v * (0.5 * v) + v, fast_log2(1.0 - v) * -LN2)
+    # -ln(1 - v): the fast logarithm has no digits left near 0, where winners live; there two terms
+    # of the series are exact, and elsewhere they are too small. Lowering the other side by the
+    # logarithm's error bound makes the maximum right to 4e-5 everywhere, without a select.
+    e = tl.maximum(v * (0.5 * v) + v, fast_log2(1.0 - v) * -LN2 - 2.5e-7)
     return fast_log2(e)
