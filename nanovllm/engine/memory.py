@@ -63,11 +63,12 @@ def num_blocks_on_gpu(runner: "ModelRunner", budget: DeviceBudget) -> int:
     weights = torch.cuda.memory_allocated(device) - budget.allocated_bytes
     torch.cuda.reset_peak_memory_stats(device)
     runner.allocate_kv_cache(1)
+    runner.build_fast_decode()
     for num_seqs in (_num_long_seqs(runner), config.max_num_seqs):
         runner.run(_dummy_prefill(runner, num_seqs))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - budget.allocated_bytes
-    del runner.kv_cache, runner.token_store
+    runner.release_kv_cache()
     torch.cuda.empty_cache()
     graphs = 0 if config.enforce_eager else _graph_bytes(runner)
     libraries = budget.non_torch_bytes(device)

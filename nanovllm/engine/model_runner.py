@@ -4,6 +4,7 @@ Knows tensors and steps; which sequences are in a step, and where blocks come fr
 before.
 """
 
+import logging
 import time
 from pathlib import Path
 
@@ -23,9 +24,12 @@ from nanovllm.layers.linear import kv_heads_per_rank
 from nanovllm.layers.ops import select_ops
 from nanovllm.models.config import DecoderConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.fast_decode import FastDecode
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import fill_dummy, load_weights
+
+logger = logging.getLogger("nanovllm")
 
 
 class ModelRunner:
@@ -67,6 +71,7 @@ class ModelRunner:
         self.ops = select_ops(self.device, config.fused_kernels)
         self.load_s = 0.0
         self.graphs: CudaGraphs | None = None
+        self.fast_decode: FastDecode | None = None
         self._budget = DeviceBudget(self.device)
 
     def load(self) -> None:
@@ -130,13 +135,34 @@ class ModelRunner:
             self.config.max_num_seqs + 1, dtype=torch.int32, device=self.device
         )
 
+    def release_kv_cache(self) -> None:
+        """Drop the cache and what was built over it."""
+        self.graphs = self.fast_decode = None
+        for name in ("_staging", "token_store", "kv_cache"):
+            self.__dict__.pop(name, None)
+
     @torch.inference_mode()
     def prepare(self) -> None:
         """Make ready to launch, with the cache at its final size: buffers and decode graphs."""
+        self.build_fast_decode()
         if self.device.type == "cuda":
             self._staging = Staging(self.config, self.max_model_len, self.device)
             if not self.config.enforce_eager:
                 self.graphs = CudaGraphs(self, self._staging.device_buffer)
+
+    def build_fast_decode(self) -> None:
+        """Set up the fused decode step over the present cache, if it is wanted and can run."""
+        if self.device.type != "cuda" or self.config.enforce_eager or not self.config.fast_decode:
+            return
+        reason = FastDecode.unsupported_reason(
+            self.model_config, self.dtype, self.device, self.config.kvcache_block_size
+        )
+        if reason is not None:
+            logger.info("decoding with plain layers: %s", reason)
+            return
+        self.fast_decode = FastDecode(
+            self.model, self.kv_cache, self.config.max_num_seqs, self.max_model_len
+        )
 
     @torch.inference_mode()
     def launch(self, batch: BatchInput) -> StepHandle:
@@ -169,8 +195,15 @@ class ModelRunner:
     def decode(self, batch: ForwardBatch) -> Tensor:  # int32 [B]
         """A decode-only step of static size, as a CUDA graph captures it."""
         self.load_decode_ids(batch)
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, batch.meta)
-        return self.sample(self.model.compute_logits(hidden), batch)
+        meta = batch.meta
+        if self.fast_decode is not None:
+            logits = self.fast_decode.forward(
+                batch.input_ids, meta.seqlens_k, meta.block_tables, meta.slot_mapping
+            )
+        else:
+            hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, meta)
+            logits = self.model.compute_logits(hidden)
+        return self.sample(logits, batch)
 
     def load_decode_ids(self, batch: ForwardBatch) -> None:
         """Fetch the decode rows' input ids from the token store, where the step before put them."""
@@ -212,9 +245,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop graphs first, then cache and weights; idempotent. The object is of no use after."""
-        self.graphs = None
-        for name in ("_staging", "token_store", "kv_cache", "model"):
-            self.__dict__.pop(name, None)
+        self.release_kv_cache()
+        self.__dict__.pop("model", None)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
