@@ -212,6 +212,13 @@ def test_tiny_temperatures_stay_finite_and_become_argmax(temperature, dtype):
     assert ids.tolist() == [int(logits[0].argmax())] * 8
 
 
+def test_below_the_threshold_even_close_logits_are_argmax():
+    logits = torch.tensor([1.0, 1.00001, 0.99999])
+    for temperature, expected in ((9e-5, {1}), (1.1e-4, {0, 1, 2})):
+        ids = draw(logits, temperature, numbered_seeds(500), torch.arange(500).int())[1]
+        assert set(ids.tolist()) == expected
+
+
 def test_greedy_and_random_rows_mix_in_one_batch():
     """Greedy was dropped upstream because its division had no guard (N31)."""
     logits = torch.tensor([0.4, 0.1, 1.0, 0.9, -2.0])
