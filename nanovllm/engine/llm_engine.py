@@ -17,6 +17,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.scheduler import ScheduledBatch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_handle import StepHandle
+from nanovllm.engine.tp_workers import TPWorkers
 from nanovllm.models.config import load_decoder_config
 from nanovllm.requests import Request, RequestLimits
 from nanovllm.utils.distributed import TPGroup
@@ -70,7 +71,11 @@ class LLMEngine:
         self.max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
         self.tokenizer = load_tokenizer(folder)
         self.eos_token_ids = find_eos_token_ids(folder, model_config.eos_token_ids, self.tokenizer)
-        self.workers = ModelRunner(config, model_config, folder, self.max_model_len, TPGroup())
+        self.workers: ModelRunner | TPWorkers
+        if config.tensor_parallel_size == 1:
+            self.workers = ModelRunner(config, model_config, folder, self.max_model_len, TPGroup())
+        else:
+            self.workers = TPWorkers(config, model_config, folder, self.max_model_len)
         try:
             self.workers.load()
             num_blocks = config.num_kvcache_blocks or self.workers.num_blocks_that_fit()
@@ -92,12 +97,13 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
         )
-        has_graphs = self.workers.device.type == "cuda" and not config.enforce_eager
         self._builder = BatchBuilder(
             config.max_num_seqs,
             self.max_model_len,
             config.kvcache_block_size,
-            graph_size_finder(config.max_num_seqs) if has_graphs else (lambda _: None),
+            graph_size_finder(config.max_num_seqs)
+            if self.workers.uses_graphs
+            else (lambda _: None),
         )
         self._seeds = random.Random(config.seed)  # None: from the operating system
         self._num_added = 0

@@ -70,7 +70,7 @@ def num_blocks_on_gpu(runner: "ModelRunner", budget: DeviceBudget) -> int:
     peak = torch.cuda.max_memory_allocated(device) - budget.allocated_bytes
     runner.release_kv_cache()
     torch.cuda.empty_cache()
-    graphs = 0 if config.enforce_eager else _graph_bytes(runner)
+    graphs = _graph_bytes(runner) if runner.uses_graphs else 0
     libraries = budget.non_torch_bytes(device)
     share = int(budget.total_bytes * config.gpu_memory_utilization)
     needed = peak + graphs + libraries + _SLACK_BYTES

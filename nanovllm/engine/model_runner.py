@@ -69,6 +69,13 @@ class ModelRunner:
             config.kvcache_block_size,
         )
         self.ops = select_ops(self.device, config.fused_kernels)
+        # the torch twins and the reference backend read values back to the host
+        self.uses_graphs = (
+            self.device.type == "cuda"
+            and not config.enforce_eager
+            and self.ops.name == "triton"
+            and self.attention.name != "reference"
+        )
         self.load_s = 0.0
         self.graphs: CudaGraphs | None = None
         self.fast_decode: FastDecode | None = None
@@ -147,12 +154,12 @@ class ModelRunner:
         self.build_fast_decode()
         if self.device.type == "cuda":
             self._staging = Staging(self.config, self.max_model_len, self.device)
-            if not self.config.enforce_eager:
+            if self.uses_graphs:
                 self.graphs = CudaGraphs(self, self._staging.device_buffer)
 
     def build_fast_decode(self) -> None:
         """Set up the fused decode step over the present cache, if it is wanted and can run."""
-        if self.device.type != "cuda" or self.config.enforce_eager or not self.config.fast_decode:
+        if not (self.uses_graphs and self.config.fast_decode):
             return
         reason = FastDecode.unsupported_reason(
             self.model_config, self.dtype, self.device, self.config.kvcache_block_size
