@@ -1,12 +1,44 @@
 """Which tensor-parallel rank this is, and the few collectives that layers need.
 
-No process group exists at size 1. Starting and stopping ranks is `engine/tp_workers.py`.
+No process group exists at size 1, and torch's global one is never touched: the caller may have its
+own. Starting and stopping ranks is `engine/tp_workers.py`'s.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed or was aborted; as a rule because another rank has died."""
+
+
+class Communicator(Protocol):
+    """The collectives of one group of ranks; `gloo.py` and `nccl.py` have one each.
+
+    A call orders its work after the device's current stream and raises CommunicationError.
+    """
+
+    def connect(self) -> None:
+        """Meet the other ranks; blocks until all are there. Before that, nothing else works."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum `x` (contiguous) over all ranks, in place."""
+        ...
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        """Fill `out` with every rank's `x`, one after the other; both contiguous."""
+        ...
+
+    def abort(self) -> None:
+        """End collectives that are under way and give everything back, on this rank only.
+
+        From any thread. With CUDA graphs alive that hold collectives, it returns once they are
+        gone.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,24 +47,20 @@ class TPGroup:
 
     rank: int = 0
     size: int = 1
-    process_group: "dist.ProcessGroup | None" = None  # None at size 1 and for fake ranks in tests
+    process_group: Communicator | None = None  # None at size 1 and for fake ranks in tests
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over all ranks, in place, and return it."""
         if self.size > 1:
-            dist.all_reduce(x, group=self.process_group)
+            assert self.process_group is not None, "a collective on a rank without a process group"
+            self.process_group.all_reduce(x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stack every rank's `x` (equal shapes) into [tp_size, *x.shape]."""
         if self.size == 1:
             return x.unsqueeze(0)
+        assert self.process_group is not None, "a collective on a rank without a process group"
         out = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self.process_group)
+        self.process_group.all_gather(out, x.contiguous())
         return out.view(self.size, *x.shape)
-
-    def shard_size(self, total: int, what: str) -> int:
-        """`total / size`; raises ValueError naming `what` if it does not divide."""
-        if total % self.size:
-            raise ValueError(f"{what}={total} does not divide over tensor_parallel_size={self.size}")
-        return total // self.size
