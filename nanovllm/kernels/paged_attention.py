@@ -133,6 +133,36 @@ def _attend_split(
 
 
 @triton.jit
+def _publish_split(
+    result,
+    row_lse,
+    partial_ptr,
+    lse_ptr,
+    arrivals_ptr,
+    out_ptr,
+    split,
+    num_splits,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store one split's rows; the last split of a head to arrive merges all, resets the count."""
+    rows = tl.arange(0, result.shape[0])
+    offsets = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    tl.store(partial_ptr + split * GROUP * HEAD_DIM + offsets, result, mask=rows[:, None] < GROUP)
+    tl.store(lse_ptr + split * GROUP + rows, row_lse, mask=rows < GROUP)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
+    if arrived == num_splits - 1:
+        tl.debug_barrier()
+        combine_splits(
+            partial_ptr, lse_ptr, out_ptr, num_splits, GROUP, PADDED_GROUP, HEAD_DIM, CHUNK
+        )
+        tl.store(arrivals_ptr, 0)
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr,
     k_ptr,
@@ -160,7 +190,6 @@ def _decode_kernel(
     head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
-    max_splits = tl.num_programs(1)
     ROWS: tl.constexpr = PADDED_GROUP if PADDED_GROUP > 16 else 16  # the smallest tile of tl.dot
     rows = tl.arange(0, ROWS)[:, None]
     offsets = rows * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
@@ -195,18 +224,21 @@ def _decode_kernel(
         tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=rows < GROUP)
     else:
         unit = seq * NUM_KV_HEADS + head
-        partial = partial_ptr + unit * max_splits * GROUP * HEAD_DIM
-        lse = lse_ptr + unit * max_splits * GROUP
-        tl.store(partial + split * GROUP * HEAD_DIM + offsets, acc, mask=rows < GROUP)
-        lanes = tl.arange(0, ROWS)
-        row_lse = row_max + tl.log2(row_sum)
-        tl.store(lse + split * GROUP + lanes, row_lse, mask=lanes < GROUP)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals_ptr + unit, 1, sem="acq_rel")
-        if arrived == num_splits - 1:
-            tl.debug_barrier()
-            combine_splits(partial, lse, out_row, num_splits, GROUP, PADDED_GROUP, HEAD_DIM, CHUNK)
-            tl.store(arrivals_ptr + unit, 0)
+        first = unit * tl.num_programs(1)
+        _publish_split(
+            acc,
+            row_max + tl.log2(row_sum),
+            partial_ptr + first * GROUP * HEAD_DIM,
+            lse_ptr + first * GROUP,
+            arrivals_ptr + unit,
+            out_row,
+            split,
+            num_splits,
+            GROUP,
+            PADDED_GROUP,
+            HEAD_DIM,
+            CHUNK,
+        )
 
 
 def split_length(

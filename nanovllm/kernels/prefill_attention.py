@@ -51,9 +51,7 @@ def _prefill_kernel(
     q = tl.load(q_rows, mask=row_mask, other=0.0)
     # Row r of the chunk is token k_len - q_len + r and sees everything up to itself.
     positions = k_len - q_len + rows
-    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
-    k_head = k_ptr + kv_head * HEAD_DIM + dims[None, :]
-    v_head = v_ptr + kv_head * HEAD_DIM + dims[None, :]
+    kv_dims = head // (NUM_HEADS // NUM_KV_HEADS) * HEAD_DIM + dims[None, :]
     table = tables_ptr + seq.to(tl.int64) * table_stride
     row_max = tl.full([BLOCK_M], MASKED, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -61,15 +59,15 @@ def _prefill_kernel(
     visible_to_all = (k_len - q_len + first + 1) // BLOCK_N * BLOCK_N
     for tile in tl.range(0, visible_to_all, BLOCK_N, num_stages=STAGES):
         tokens = cache_rows(table, tile, k_len, BLOCK_N, BLOCK_SIZE)[:, None]
-        k = tl.load(k_head + tokens * (NUM_KV_HEADS * HEAD_DIM))
-        v = tl.load(v_head + tokens * (NUM_KV_HEADS * HEAD_DIM))
+        k = tl.load(k_ptr + kv_dims + tokens * (NUM_KV_HEADS * HEAD_DIM))
+        v = tl.load(v_ptr + kv_dims + tokens * (NUM_KV_HEADS * HEAD_DIM))
         row_max, row_sum, acc = attend_tile(q, k, v, None, qk_scale, row_max, row_sum, acc, False)
     end = tl.minimum(k_len - q_len + first + BLOCK_M, k_len)
     for tile in tl.range(visible_to_all, end, BLOCK_N, num_stages=STAGES):
         tokens = cache_rows(table, tile, k_len, BLOCK_N, BLOCK_SIZE)[:, None]
         valid = (tile + lanes < end)[:, None]
-        k = tl.load(k_head + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
-        v = tl.load(v_head + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
+        k = tl.load(k_ptr + kv_dims + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
+        v = tl.load(v_ptr + kv_dims + tokens * (NUM_KV_HEADS * HEAD_DIM), mask=valid, other=0.0)
         visible = (tile + lanes)[None, :] <= positions[:, None]
         row_max, row_sum, acc = attend_tile(q, k, v, visible, qk_scale, row_max, row_sum, acc, True)
     out_rows = (q_start + rows)[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
