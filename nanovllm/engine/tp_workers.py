@@ -55,10 +55,12 @@ class TPWorkers:
         Raises:
             ConfigError: the model does not divide by `tensor_parallel_size`, or devices lack.
         """
-        size = config.tensor_parallel_size
+        self._size = size = config.tensor_parallel_size
         _check_divisible(model_config, size)
         device = resolve_device(config.device, 0, size)
-        meeting_point = new_unique_id() if device.type == "cuda" else tempfile.mkdtemp()
+        meeting_point = (
+            new_unique_id() if device.type == "cuda" else tempfile.mkdtemp(prefix="nanovllm-")
+        )
         try:
             setups = [
                 RankSetup(rank, config, model_config, folder, max_model_len, meeting_point)
@@ -93,6 +95,15 @@ class TPWorkers:
         """Seconds that rank 0 took to load."""
         return self._runner.load_s
 
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether decode steps are CUDA graphs: on all ranks, or on none."""
+        return self._runner.uses_graphs
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decode step reads on each rank."""
+        return self._runner.weight_bytes()
+
     def load(self) -> None:
         """As ModelRunner's, each rank its share."""
         self._call(ModelRunner.load)
@@ -117,7 +128,7 @@ class TPWorkers:
         """Start one step on all ranks; Ctrl-C comes before it or after it, never in between."""
         with self._ending_on(BaseException):
             self._pool.wait_for_room()
-        with deferred_interrupt(), self._ending_on(BaseException), self._lock:
+        with deferred_interrupt(), self._ending_on(BaseException), self._own_part():
             self._pool.check()
             self._pool.ring.publish(STEP, *encode_step(batch))
             handle = self._runner.launch(batch)
@@ -157,9 +168,23 @@ class TPWorkers:
         """Call a method of ModelRunner on all ranks; their results, rank 0's first."""
         with self._ending_on(BaseException):
             self._pool.call(method.__name__, *args)
-            with self._lock:
+            with self._own_part():
                 own = method(self._runner, *args)
             return [own, *self._pool.replies()]
+
+    @contextlib.contextmanager
+    def _own_part(self) -> Iterator[None]:
+        """Rank 0 at work: nobody aborts its collectives, and on CPU it takes only its cores."""
+        with self._lock:
+            if self.device.type != "cpu":
+                yield
+                return
+            num_threads = torch.get_num_threads()
+            torch.set_num_threads(max(1, num_threads // self._size))
+            try:
+                yield
+            finally:
+                torch.set_num_threads(num_threads)
 
     @contextlib.contextmanager
     def _ending_on(self, kind: type[BaseException]) -> Iterator[None]:
