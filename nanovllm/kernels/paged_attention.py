@@ -88,6 +88,7 @@ def _attend_split(
     k_ptr,
     v_ptr,
     table_ptr,
+    first_block,
     start,
     end,
     qk_scale,
@@ -98,14 +99,17 @@ def _attend_split(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to tokens [start, end), at most SPLIT of them."""
+    """Attend to tokens [start, end), at most SPLIT of them; `first_block` holds `start`."""
     dims = tl.arange(0, HEAD_DIM)
     lanes = tl.arange(0, TILE)
     row_max = tl.full([q.shape[0]], MASKED, tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], HEAD_DIM], tl.float32)
     if SPLIT == TILE:
-        rows = cache_rows(table_ptr, start, end, TILE, BLOCK_SIZE)
+        if SPLIT <= BLOCK_SIZE:
+            rows = first_block * BLOCK_SIZE + start % BLOCK_SIZE + lanes
+        else:
+            rows = cache_rows(table_ptr, start, end, TILE, BLOCK_SIZE)
         offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
         valid = start + lanes < end
         k = tl.load(k_ptr + offsets, mask=valid[:, None], other=0.0)
@@ -114,12 +118,10 @@ def _attend_split(
             q, k, v, valid[None, :], qk_scale, row_max, row_sum, acc, True
         )
     else:
-        if SPLIT <= BLOCK_SIZE:
-            # One block holds the split: a look-up inside the loop would cost pipeline stages.
-            block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         for tile in tl.range(start, end, TILE, num_stages=STAGES):
             if SPLIT <= BLOCK_SIZE:
-                rows = block * BLOCK_SIZE + tile % BLOCK_SIZE + lanes
+                # One block holds the split: a look-up in the loop would cost pipeline stages.
+                rows = first_block * BLOCK_SIZE + tile % BLOCK_SIZE + lanes
             else:
                 rows = cache_rows(table_ptr, tile, end, TILE, BLOCK_SIZE)
             offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
@@ -194,20 +196,24 @@ def _decode_kernel(
     rows = tl.arange(0, ROWS)[:, None]
     offsets = rows * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
     out_row = out_ptr + (seq * NUM_KV_HEADS + head) * GROUP * HEAD_DIM
-    seqlen = tl.load(seqlens_ptr + seq)
     start = split * SPLIT
+    table = tables_ptr + seq * table_stride
+    # Loaded before the length decides whether there is work: three latencies become one.
+    seqlen = tl.load(seqlens_ptr + seq)
+    first_block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
+    q_row = q_ptr + seq * q_stride + head * GROUP * HEAD_DIM
+    q = tl.load(q_row + offsets, mask=rows < GROUP, other=0.0)
     if start >= seqlen:
         if split == 0:
             zeros = tl.zeros([ROWS, HEAD_DIM], out_ptr.dtype.element_ty)
             tl.store(out_row + offsets, zeros, mask=rows < GROUP)
         return
-    q_row = q_ptr + seq * q_stride + head * GROUP * HEAD_DIM
-    q = tl.load(q_row + offsets, mask=rows < GROUP, other=0.0)
     row_max, row_sum, acc = _attend_split(
         q,
         k_ptr + head * HEAD_DIM,
         v_ptr + head * HEAD_DIM,
-        tables_ptr + seq * table_stride,
+        table,
+        first_block,
         start,
         tl.minimum(start + SPLIT, seqlen),
         qk_scale,
@@ -241,22 +247,19 @@ def _decode_kernel(
         )
 
 
-def split_length(
-    num_seqs: int,
-    max_len: int,
-) -> int:
+def split_length(num_seqs: int, max_len: int) -> int:
     """Tokens per split of a decode step, from the batch (or graph) size and the table width alone.
 
     Never from the lengths in the batch: inside one size a row's bits do not depend on its
     neighbours. Few sequences need many splits to fill the GPU; many need long splits to stream.
     """
     if num_seqs <= 8:
-        split, most = (64 if num_seqs <= 2 else 128), 256
+        split, max_splits = 128, 256
     elif num_seqs <= 32:
-        split, most = 256, 64
+        split, max_splits = 256, 64
     else:
-        split, most = (512 if num_seqs <= 64 else 1024), 32
-    while split * most < max_len:
+        split, max_splits = 512, 32
+    while split * max_splits < max_len:
         split *= 2
     return split
 
@@ -264,14 +267,14 @@ def split_length(
 def decode_tiles(split: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(tokens per tile, pipeline stages, warps, elements merged at once) for a split length.
 
-    A split of one tile runs without a loop. Merging many elements at once is quick but takes the
-    registers that let more programs share an SM, which long splits need.
+    Merging many elements at once is quick, but takes the registers that let more programs share an
+    SM. Splits beyond one block look blocks up in the loop, which takes two stages more.
     """
     if dtype == torch.float32:
         return 32, 1, 4, 1024
-    if split <= 128:
-        return split, 1, 4, 4096
-    return 64, 2 if split == 256 else 5 if split == 512 else 4, 4, 1024
+    if split == 128:
+        return 64, 2, 4, 2048
+    return 64, 3 if split == 256 else 5, 4, 1024
 
 
 def decode_attention(

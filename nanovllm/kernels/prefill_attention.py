@@ -76,13 +76,11 @@ def _prefill_kernel(
     )
 
 
-def prefill_tiles(max_seqlen_q: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def prefill_tiles(dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(query rows, tokens per tile, pipeline stages, warps)."""
     if dtype == torch.float32:
         return 32, 32, 1, 4
-    if max_seqlen_q <= 64:
-        return 64, 64, 3, 4
-    return 128, 64, 3, 8
+    return 64, 64, 2, 4
 
 
 def prefill_attention(
@@ -99,7 +97,7 @@ def prefill_attention(
     block_size, num_kv_heads = layer_kv.k.shape[1:3]
     assert q.stride()[1:] == (head_dim, 1)
     assert out.is_contiguous()
-    block_m, block_n, stages, warps = prefill_tiles(max_seqlen_q, q.dtype)
+    block_m, block_n, stages, warps = prefill_tiles(q.dtype)
     grid = (triton.cdiv(max_seqlen_q, block_m), num_heads, seqlens_k.shape[0])
     _prefill_kernel[grid](
         q,

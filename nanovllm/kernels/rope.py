@@ -126,7 +126,7 @@ def qk_norm_rope_store(
             HALF=head_dim // 2,
             HEADS=_HEADS_PER_PROGRAM,
             QK_NORM=q_weight is not None,
-            num_warps=2,
+            num_warps=4,
         )
     heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -120,7 +120,7 @@ def sample(
     assert logits.stride(1) == 1
     assert seeds.is_contiguous()
     # A few rows need many small programs to fill the GPU; the tokens do not depend on it.
-    block = min(1024 if num_rows <= 8 else 4096, triton.next_power_of_2(width))
+    block = min(1024 if num_rows <= 8 else 2048, triton.next_power_of_2(width))
     num_chunks = triton.cdiv(width, block)
     scores = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
@@ -129,7 +129,7 @@ def sample(
     chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     rows = (logits, temperatures, seeds, positions, chunk_max)
     shape = (logits.stride(0), vocab_start, num_valid)
-    _chunk_max_kernel[(num_chunks, num_rows)](*rows, *shape, BLOCK=block, num_warps=4)
+    _chunk_max_kernel[(num_chunks, num_rows)](*rows, *shape, BLOCK=block, num_warps=2)
     _pick_kernel[(num_rows,)](
         *rows,
         scores,
