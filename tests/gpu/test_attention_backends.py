@@ -17,14 +17,15 @@ DEVICE = torch.device("cuda")
 HEADS = (16, 8, 128)
 
 
-@pytest.fixture(params=["triton", "flash2", "flash3"])
+@pytest.fixture(params=["triton", "flash2", "flash3", "flash3+triton"])
 def backend(request):
     if request.param == "triton":
         return TritonAttention()
-    package = {"flash2": "flash_attn", "flash3": "flash_attn_interface"}[request.param]
+    version = int(request.param[5])
+    package = "flash_attn" if version == 2 else "flash_attn_interface"
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
-    return FlashAttention(version=int(request.param[-1]))
+    return FlashAttention(version, TritonAttention() if "triton" in request.param else None)
 
 
 @pytest.fixture(params=[16, 256])

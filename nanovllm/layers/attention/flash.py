@@ -1,7 +1,8 @@
 """The flash-attn backend: FlashAttention-3 where `flash_attn_interface` is installed, else 2.
 
 Prefill is one varlen call, on contiguous k and v where no sequence has a prefix in the cache, else
-through the block table; decode is one kvcache call. Storing k and v is not done here.
+through the block table; decode is one kvcache call. FlashAttention-3 multiplies the rows of a large
+block behind a sequence's end by zero, so a cache must start out without NaN.
 """
 
 import importlib
@@ -10,6 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from nanovllm.layers.attention.triton import TritonAttention
 from nanovllm.utils.context import AttentionMetadata, LayerKV
 
 _FLASH2_BLOCK_MULTIPLE = 256
@@ -28,8 +30,17 @@ class FlashAttention:
 
     name = "flash"
 
-    def __init__(self, version: int | None = None) -> None:
-        """Load FlashAttention `version` (2 or 3), by default the newest that runs here."""
+    def __init__(
+        self, version: int | None = None, decode_backend: TritonAttention | None = None
+    ) -> None:
+        """Load the flash-attn package.
+
+        Args:
+            version: 2 or 3; by default the newest that runs here.
+            decode_backend: takes the decode rows; on an H200 our decode kernel is the faster one at
+                every batch size, flash-attn the faster one for prefill.
+        """
+        self._decode_backend = decode_backend
         self.version = version or (3 if _has_flash3(torch.device("cuda")) else 2)
         module = importlib.import_module(
             "flash_attn_interface" if self.version == 3 else "flash_attn"
@@ -82,9 +93,13 @@ class FlashAttention:
         """Causal attention of the step's tokens to the cache."""
         num_decode = meta.num_decode_seqs
         if num_decode == meta.seqlens_k.shape[0]:
+            if self._decode_backend is not None:
+                return self._decode_backend.attend(q, k, v, layer_kv, meta)
             return self._decode(q, layer_kv, meta)
         out = self._prefill(q, k, v, layer_kv, meta)
-        if num_decode:
+        if num_decode and self._decode_backend is not None:
+            self._decode_backend.decode(q[:num_decode], layer_kv, meta, out[:num_decode])
+        elif num_decode:
             out[:num_decode] = self._decode(q[:num_decode], layer_kv, meta)
         return out
 
