@@ -149,6 +149,7 @@ class BlockManager:
         assert not child.block_table, "the child of a fork starts without blocks"
         assert child.token_ids == parent.token_ids, "a fork has its parent's tokens"
         assert parent.num_in_flight_tokens == 0, "a fork needs all of its parent's tokens"
+        assert not parent.is_prefilling, "both would write the rest of the prefill to shared blocks"
         for block_id in parent.block_table:
             self._hold(block_id)
         child.block_table = list(parent.block_table)
