@@ -3,6 +3,7 @@
 Knows messages and processes; models and devices are `tp_workers.py`'s.
 """
 
+import contextlib
 import queue
 import signal
 import subprocess
@@ -32,8 +33,8 @@ class RankPool:
         """Start one process per set-up.
 
         Args:
-            abort: ends collectives that rank 0 is stuck in; called from another thread when a
-                rank has failed.
+            abort: leaves the group, ending collectives that rank 0 is stuck in; called once, from
+                another thread, when a rank has failed or all have ended.
         """
         self._abort = abort
         self._is_ending = False
@@ -68,7 +69,8 @@ class RankPool:
                 start_new_session=True,  # Ctrl-C in the terminal goes to rank 0 alone
             )
         self._pipes[setup.rank] = ours
-        ours.send(setup)
+        with contextlib.suppress(OSError):  # dead already, as the watcher will see
+            ours.send(setup)
 
     def call(self, method: str, *args: Any) -> None:
         """Tell all ranks to call a method of their ModelRunner; `replies` has what came of it."""
@@ -98,7 +100,11 @@ class RankPool:
     def check(self) -> None:
         """Raise WorkerError if a rank has failed."""
         if self.failure is not None:
-            raise WorkerError(f"{self.failure}\n\nThe engine is closed; create a new one")
+            raise self.error()
+
+    def error(self) -> WorkerError:
+        """The failure as an exception, a new one each time."""
+        return WorkerError(f"{self.failure}\n\nThe engine is closed; create a new one")
 
     def find_failure(self, timeout_s: float) -> str | None:
         """Why a rank has failed or, within the time, will be found to have failed."""
@@ -128,11 +134,18 @@ class RankPool:
                 process.kill()
                 process.wait()
         self.ring.close()
-        if self._watcher.is_alive() and self.failure is None:
+
+    def join(self) -> None:
+        """After `end`: wait, but not for ever, until rank 0 has left the group."""
+        if self._watcher.ident is not None:
             self._watcher.join(_GOODBYE_S)
 
     def _watch(self) -> None:
-        """Receive all that the ranks say until they are gone; act when one of them fails."""
+        """Receive all that the ranks say until they are gone, then leave the group.
+
+        This thread does it because leaving may block, and because Python starts no thread any more
+        once the program is at its end.
+        """
         pipes = {pipe: rank for rank, pipe in self._pipes.items()}
         dead: list[int] = []
         deadline: float | None = None
@@ -144,12 +157,10 @@ class RankPool:
                     dead.append(pipes.pop(pipe))
             if (dead or self._failures) and deadline is None and not self._is_ending:
                 deadline = time.monotonic() + _LAST_WORDS_S
-        if self._is_ending:
-            return
-        self.failure = self.failure or self._explain(dead)
-        self._has_failed.set()
-        for process in self._processes.values():
-            process.kill()
+        if not self._is_ending:
+            self.fail(self._explain(dead))
+            for process in self._processes.values():
+                process.kill()
         self._abort()
 
     def _receive(self, pipe: Connection) -> bool:

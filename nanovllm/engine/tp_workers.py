@@ -22,7 +22,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.rank_messages import STEP, RankSetup, encode_step
 from nanovllm.engine.rank_pool import RankPool
 from nanovllm.engine.step_handle import StepHandle
-from nanovllm.errors import ConfigError, NanoVLLMError, WorkerError
+from nanovllm.errors import ConfigError, NanoVLLMError
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.linear import kv_heads_per_rank, share_per_rank
 from nanovllm.models.config import DecoderConfig
@@ -71,9 +71,7 @@ class TPWorkers:
             self._runner = ModelRunner(config, model_config, folder, max_model_len, tp)
             self._lock = threading.Lock()  # held while rank 0 does its part of a step or call
             self._pool = RankPool(setups[1:], _aborter(self._lock, communicator))
-            self._finalizer = weakref.finalize(
-                self, _close, os.getpid(), self._pool, self._runner, communicator
-            )
+            self._finalizer = weakref.finalize(self, _close, os.getpid(), self._pool, self._runner)
             with self._ending_on(BaseException):
                 self._connect(communicator)
         finally:
@@ -198,7 +196,7 @@ class TPWorkers:
             self.close()
             if is_ours or isinstance(error, NanoVLLMError) or not isinstance(error, Exception):
                 raise
-            raise WorkerError(self._pool.failure) from error
+            raise self._pool.error() from error
 
 
 class _WatchedStep:
@@ -232,16 +230,15 @@ def _aborter(lock: threading.Lock, communicator: Communicator) -> Callable[[], N
     return abort
 
 
-def _close(owner_pid: int, pool: RankPool, runner: ModelRunner, communicator: Communicator) -> None:
+def _close(owner_pid: int, pool: RankPool, runner: ModelRunner) -> None:
     """Graphs go first, then the ranks, then the group: a graph holds on to its collectives."""
     if os.getpid() != owner_pid:  # a forked child of the caller has no part in this
         return
     if pool.failure is None:
         runner.close()
     else:
-        pool.end()
-        threading.Thread(target=communicator.abort, daemon=True).start()
-        with contextlib.suppress(Exception):  # the device may be unusable; the cause is known
+        pool.end()  # first, since the device may be waiting for the others
+        with contextlib.suppress(Exception):  # it may be unusable; the cause is known
             runner.close()
     pool.end()
-    communicator.abort()
+    pool.join()

@@ -1,0 +1,188 @@
+"""Lives and deaths of whole engines: scripts that end in every way, engines in company, options."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from tp_helpers import TIGHT, alive_after, run
+
+from nanovllm import LLM, CheckpointError, WorkerError
+
+pytestmark = pytest.mark.slow
+
+BEGIN = """
+import os, sys
+from nanovllm import LLM, SamplingParams
+llm = LLM({folder!r}, tensor_parallel_size=2, max_model_len=256, kvcache_block_size=16)
+pids = [process.pid for process in llm.engine.workers._pool._processes.values()]
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+print(*pids, flush=True)
+print(len(llm.generate([[5, 6, 7]], params, use_tqdm=False)[0]["token_ids"]), flush=True)
+"""
+FOREVER = """
+params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+while True:
+    llm.generate([[5, 6, 7]] * 4, params, use_tqdm=False)
+"""
+IDLE = """
+import time
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start_script(tiny_checkpoint, tmp_path):
+    """start_script(text) -> a running script without main guard that has an engine of two ranks."""
+    started = []
+
+    def start(text):
+        code = BEGIN.format(folder=str(tiny_checkpoint())) + text
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("llm.close(); llm.close()", 0),
+        ("del llm", 0),
+        ("sys.exit(3)", 3),
+        ("raise KeyError('own mistake')", 1),
+        ("sys.keep = llm; llm.self = llm", 0),
+        ("import atexit; atexit.register(print, 'bye')", 0),
+    ],
+)
+def test_a_script_ends_with_its_own_code_and_without_a_word(start_script, ending, code):
+    """Leftover graphs, groups or shared memory made scripts hang, or complain, at their end."""
+    process = start_script(ending)
+    stdout, stderr = process.communicate(timeout=90)
+    assert process.returncode == code, stderr
+    first, second, *rest = stdout.splitlines()
+    assert second == "8"
+    assert rest == (["bye"] if "bye" in ending else [])
+    if code == 1:
+        assert stderr.rstrip().endswith("KeyError: 'own mistake'")
+    else:
+        assert stderr == ""
+    assert alive_after([int(pid) for pid in first.split()], 1) == []
+
+
+@pytest.mark.parametrize("text", [FOREVER, IDLE], ids=["at work", "idle"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_end_by_themselves_when_rank_0_is_killed(start_script, text, number):
+    process = start_script(text)
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert process.stdout.readline() == "8\n"
+    process.send_signal(number)
+    process.wait(timeout=10)
+    assert alive_after(pids, 10) == []
+
+
+def test_ctrl_c_in_a_script_ends_all_ranks(start_script):
+    process = start_script(FOREVER)
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert process.stdout.readline() == "8\n"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert stderr.rstrip().endswith("KeyboardInterrupt")
+    assert alive_after(pids, 1) == []
+
+
+def test_a_rank_that_dies_while_it_starts_is_an_error(tiny_checkpoint, monkeypatch):
+    """Here its interpreter does not even get as far as our code."""
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")
+    with pytest.raises(WorkerError, match=r"rank 1 .*exit code 1"):
+        LLM(str(tiny_checkpoint()), tensor_parallel_size=2)
+
+
+def test_missing_weights_are_the_same_error_as_on_one_rank(tiny_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("incomplete")
+    shutil.copy(tiny_checkpoint() / "config.json", folder)
+    with pytest.raises(CheckpointError):
+        LLM(str(folder), tensor_parallel_size=2)
+
+
+def test_two_engines_at_once_and_three_in_a_row(tiny_checkpoint, prompts, greedy_tokens):
+    folder = str(tiny_checkpoint())
+    expected = greedy_tokens(tiny_checkpoint(), **TIGHT)
+    with LLM(folder, tensor_parallel_size=2, **TIGHT) as one:
+        with LLM(folder, tensor_parallel_size=2, **TIGHT) as two:
+            assert run(one, prompts) == run(two, prompts) == expected
+        assert run(one, prompts) == expected
+    for size in (4, 2, 1):
+        with LLM(folder, tensor_parallel_size=size, **TIGHT) as llm:
+            assert run(llm, prompts) == expected
+
+
+def test_the_callers_own_process_group_is_untouched(tiny_checkpoint, prompts, tmp_path_factory):
+    """Training code has torch's default group in use; an engine came in its way, or it in ours."""
+    file = tmp_path_factory.mktemp("own group") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    try:
+        num_threads = torch.get_num_threads()
+        with LLM(str(tiny_checkpoint()), tensor_parallel_size=2, **TIGHT) as llm:
+            run(llm, prompts[:2])
+            assert dist.get_world_size() == 1
+        dist.barrier()
+        assert torch.get_num_threads() == num_threads
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 16},
+        {"max_num_seqs": 1},
+        {"num_kvcache_blocks": 9},
+        {"enable_prefix_caching": False},
+        {"async_scheduling": False},
+        {"scheduling_policy": "mixed"},
+        {"kvcache_block_size": 1, "num_kvcache_blocks": 160},
+        {"dtype": "float32", "device": "cpu", "attention_backend": "reference"},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_option_changes_a_token(options, tied, tiny_checkpoint, prompts, greedy_tokens):
+    folder = tiny_checkpoint(tied=tied)
+    options = {"max_model_len": 64, "kvcache_block_size": 8} | options
+    with LLM(str(folder), tensor_parallel_size=2, **options) as llm:
+        assert run(llm, prompts) == greedy_tokens(folder, **options)
+
+
+def test_a_step_of_64_prompts_of_4096_tokens_fits_into_a_message(tiny_checkpoint):
+    """1 MiB of shared memory, as others have it, overflows here."""
+    folder = tiny_checkpoint(num_hidden_layers=1, max_position_embeddings=4200)
+    options = {
+        "max_model_len": 4200,
+        "max_num_batched_tokens": 64 * 4096,
+        "max_num_seqs": 64,
+        "num_kvcache_blocks": 64 * 17,
+    }
+    prompts = [[3 + (i * 7 + j) % 490 for j in range(4096)] for i in range(64)]
+    tokens = []
+    for size in (1, 2):
+        with LLM(str(folder), tensor_parallel_size=size, **options) as llm:
+            tokens.append(run(llm, prompts, max_tokens=1))
+            assert llm.stats.num_steps == 1
+    assert tokens[0] == tokens[1]
