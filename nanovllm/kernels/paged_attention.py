@@ -105,32 +105,19 @@ def _attend_split(
     row_max = tl.full([q.shape[0]], MASKED, tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], HEAD_DIM], tl.float32)
-    if SPLIT == TILE:
+    for tile in tl.range(start, end, TILE, num_stages=STAGES):
         if SPLIT <= BLOCK_SIZE:
-            rows = first_block * BLOCK_SIZE + start % BLOCK_SIZE + lanes
+            # One block holds the split: a look-up in the loop would cost pipeline stages.
+            rows = first_block * BLOCK_SIZE + tile % BLOCK_SIZE + lanes
         else:
-            rows = cache_rows(table_ptr, start, end, TILE, BLOCK_SIZE)
+            rows = cache_rows(table_ptr, tile, end, TILE, BLOCK_SIZE)
         offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
-        valid = start + lanes < end
+        valid = tile + lanes < end
         k = tl.load(k_ptr + offsets, mask=valid[:, None], other=0.0)
         v = tl.load(v_ptr + offsets, mask=valid[:, None], other=0.0)
         row_max, row_sum, acc = attend_tile(
             q, k, v, valid[None, :], qk_scale, row_max, row_sum, acc, True
         )
-    else:
-        for tile in tl.range(start, end, TILE, num_stages=STAGES):
-            if SPLIT <= BLOCK_SIZE:
-                # One block holds the split: a look-up in the loop would cost pipeline stages.
-                rows = first_block * BLOCK_SIZE + tile % BLOCK_SIZE + lanes
-            else:
-                rows = cache_rows(table_ptr, tile, end, TILE, BLOCK_SIZE)
-            offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
-            valid = tile + lanes < end
-            k = tl.load(k_ptr + offsets, mask=valid[:, None], other=0.0)
-            v = tl.load(v_ptr + offsets, mask=valid[:, None], other=0.0)
-            row_max, row_sum, acc = attend_tile(
-                q, k, v, valid[None, :], qk_scale, row_max, row_sum, acc, True
-            )
     return row_max, row_sum, acc
 
 
@@ -247,34 +234,25 @@ def _decode_kernel(
         )
 
 
-def split_length(num_seqs: int, max_len: int) -> int:
-    """Tokens per split of a decode step, from the batch (or graph) size and the table width alone.
+def decode_plan(num_seqs: int, max_len: int) -> tuple[int, int, int]:
+    """(tokens per split, pipeline stages, elements merged at once) of a decode step.
 
-    Never from the lengths in the batch: inside one size a row's bits do not depend on its
-    neighbours. Few sequences need many splits to fill the GPU; many need long splits to stream.
+    Chosen from the batch (or graph) size and the table width, never from the lengths in the batch:
+    inside one size a row's bits do not depend on its neighbours. Few sequences need many splits to
+    fill the GPU, many need long ones to stream. Merging more at once is quicker, but takes the
+    registers that let more programs share an SM. Measured on an H200.
     """
-    if num_seqs <= 8:
-        split, max_splits = 128, 256
+    if num_seqs <= 4:
+        split, max_splits, stages, merged = 128, 256, 3, 2048
+    elif num_seqs <= 8:
+        split, max_splits, stages, merged = 256, 256, 2, 2048
     elif num_seqs <= 32:
-        split, max_splits = 256, 64
+        split, max_splits, stages, merged = 256, 64, 3, 1024
     else:
-        split, max_splits = 512, 32
+        split, max_splits, stages, merged = 512, 32, 5, 1024
     while split * max_splits < max_len:
         split *= 2
-    return split
-
-
-def decode_tiles(split: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(tokens per tile, pipeline stages, warps, elements merged at once) for a split length.
-
-    Merging many elements at once is quick, but takes the registers that let more programs share an
-    SM. Splits beyond one block look blocks up in the loop, which takes two stages more.
-    """
-    if dtype == torch.float32:
-        return 32, 1, 4, 1024
-    if split == 128:
-        return 64, 2, 4, 2048
-    return 64, 3 if split == 256 else 5, 4, 1024
+    return split, stages, merged
 
 
 def decode_attention(
@@ -292,9 +270,9 @@ def decode_attention(
     assert out.is_contiguous()
     assert arrivals.numel() >= num_seqs * num_kv_heads
     max_len = block_tables.shape[1] * block_size
-    split = split_length(num_seqs, max_len)
+    split, stages, merged = decode_plan(num_seqs, max_len)
     max_splits = triton.cdiv(max_len, split)
-    tile, stages, warps, merged = decode_tiles(split, q.dtype)
+    float32 = q.dtype == torch.float32
     group = num_heads // num_kv_heads
     padded_group = triton.next_power_of_2(group)
     partial = torch.empty(
@@ -320,8 +298,8 @@ def decode_attention(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         SPLIT=split,
-        TILE=tile,
-        STAGES=stages,
+        TILE=32 if float32 else 64,
+        STAGES=1 if float32 else stages,
         CHUNK=max(merged // (padded_group * head_dim), 1),
-        num_warps=warps,
+        num_warps=4,
     )

@@ -43,10 +43,12 @@ class TritonAttention:
             )
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"dtype {dtype} is not supported; use bfloat16, float16 or float32"
-        if head_dim not in (16, 32, 64, 128, 256):
-            return f"head_dim {head_dim} is not one of 16, 32, 64, 128, 256"
+        if head_dim not in (32, 64, 128):
+            return (
+                f"head_dim {head_dim} is not one of 32, 64, 128; use attention_backend='reference'"
+            )
         if block_size < 16 or block_size & (block_size - 1):
-            return f"block_size {block_size} is not a power of two from 16; 16 and 256 are usual"
+            return f"block_size {block_size} is not a power of two from 16; set it to 16 or 256"
         return None
 
     def attend(
