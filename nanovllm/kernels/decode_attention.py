@@ -20,28 +20,31 @@ class AttentionPlan:
     """Which kernel runs and how contexts are split."""
 
     one_tile: bool  # else pipelined
+    tensor_cores: bool  # else CUDA cores: fewer steps from input to output, but slow in bulk
     split: int  # tokens per piece
     num_splits: int  # pieces in the grid
     is_long: bool  # contexts may exceed split * num_splits; their pieces are then longer
     stages: int  # of the pipeline
 
 
-def plan_attention(batch_size: int, num_kv_heads: int, max_len: int) -> AttentionPlan:
+def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int) -> AttentionPlan:
     """Choose kernel and split for `batch_size` rows of at most `max_len` tokens.
 
     Never by live lengths: inside one graph size a row's bits do not depend on its neighbours.
     """
     heads = batch_size * num_kv_heads
+    if heads <= 8 and group <= 4 and max_len <= 8192:
+        return AttentionPlan(True, False, 64, triton.cdiv(max_len, 64), False, 1)
     # Programs beyond a row's length exit at once, but tens of thousands of them cost microseconds.
     if heads <= 64:
-        one_tile, split, stages, most_programs = True, 64 if heads <= 8 else 128, 1, 2048
+        one_tile, split, stages, most_programs = True, 128, 1, 2048
     elif heads <= 256:
         one_tile, split, stages, most_programs = False, 256, 2, 8192
     else:
         one_tile, split, stages, most_programs = False, 1024 if heads < 1024 else 2048, 4, 16384
     wanted = triton.cdiv(max_len, split)
     num_splits = min(wanted, max(1, most_programs // heads))
-    return AttentionPlan(one_tile, split, num_splits, num_splits < wanted, stages)
+    return AttentionPlan(one_tile, True, split, num_splits, num_splits < wanted, stages)
 
 
 def decode_attention(
@@ -99,8 +102,9 @@ def decode_attention(
         "num_warps": 4,
         **launch_options(pdl),
     }
-    grid = (HKV, plan.num_splits, B)
+    # Splits last: programs without tokens come when the others are already at work.
+    grid = (HKV, B, plan.num_splits)
     if plan.one_tile:
-        one_tile_kernel[grid](*args, **shared)
+        one_tile_kernel[grid](*args, TENSOR_CORES=plan.tensor_cores, **shared)
     else:
         pipelined_kernel[grid](*args, TILE=PIPELINED_TILE, STAGES=plan.stages, **shared)

@@ -44,14 +44,20 @@ def _query(
 
 
 @triton.jit
-def _key(row_ptr, a, b, eps, D: tl.constexpr, QK_NORM: tl.constexpr):
-    """The new token's key, normalised and rotated, as [D] in the model's dtype."""
+def _load_head(row_ptr, D: tl.constexpr):
+    """One head's vector [D] and its rotation partner, in float32."""
     d = tl.arange(0, D)
     x = tl.load(row_ptr + d).to(tl.float32)
-    y = x * a + tl.load(row_ptr + (d + D // 2) % D).to(tl.float32) * b
+    return x, tl.load(row_ptr + (d + D // 2) % D).to(tl.float32)
+
+
+@triton.jit
+def _norm_and_rotate(x, partner, a, b, eps, dtype: tl.constexpr, QK_NORM: tl.constexpr):
+    """One head, normalised and rotated, rounded to the model's dtype."""
+    y = x * a + partner * b
     if QK_NORM:
-        y *= tl.rsqrt(tl.sum(x * x, 0) / D + eps)
-    return y.to(row_ptr.dtype.element_ty)
+        y *= tl.rsqrt(tl.sum(x * x, 0) / x.shape[0] + eps)
+    return y.to(dtype)
 
 
 @triton.jit
@@ -62,14 +68,13 @@ def _write(
     out_ptr,  # this KV head's G query heads of this sequence, [G, D]
     partial_ptr,  # this KV head's pieces of this sequence, [num_splits, G, D]
     lse_ptr,  # [num_splits, G]
-    count_ptr,
     s,
     num_pieces,
     G: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Store the result, or one piece of it; the program that stores the last piece merges all."""
+    """Store the result, or piece s of it."""
     r = tl.arange(0, R)
     rd = r[:, None] * D + tl.arange(0, D)[None, :]
     mask = (r < G)[:, None]
@@ -79,6 +84,14 @@ def _write(
     else:
         tl.store(partial_ptr + s * (G * D) + rd, y, mask=mask)
         tl.store(lse_ptr + s * G + r, m + tl.log2(total), mask=r < G)
+
+
+@triton.jit
+def _merge_if_last(
+    out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G: tl.constexpr, D: tl.constexpr
+):
+    """The program that stored the last piece of a head merges them all."""
+    if num_pieces > 1:
         tl.debug_barrier()
         if tl.atomic_add(count_ptr, 1, sem="acq_rel") == num_pieces - 1:
             tl.debug_barrier()
@@ -122,7 +135,7 @@ def _merge(out_ptr, partial_ptr, lse_ptr, num_pieces, G: tl.constexpr, D: tl.con
 def _piece_len(n, SPLIT: tl.constexpr, TILE: tl.constexpr, LONG: tl.constexpr):
     """Tokens per program; more for a context that is too long for the grid."""
     if LONG:
-        most = tl.num_programs(1) * TILE
+        most = tl.num_programs(2) * TILE
         return tl.maximum(SPLIT, (n + most - 1) // most * TILE)
     else:
         return SPLIT
@@ -154,12 +167,13 @@ def one_tile_kernel(
     SPLIT: tl.constexpr,  # tokens of a piece: one tile
     LONG: tl.constexpr,  # pieces may have further tiles
     QK_NORM: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,  # else CUDA cores, and not LONG
     PDL: tl.constexpr,
 ):
     """One program per (KV head, piece, row)."""
     h = tl.program_id(0)
-    s = tl.program_id(1)
-    b = tl.program_id(2)
+    b = tl.program_id(1)
+    s = tl.program_id(2)
     n = tl.load(seqlen_ptr + b)
     piece = _piece_len(n, SPLIT, SPLIT, LONG)
     start = s * piece
@@ -187,33 +201,65 @@ def one_tile_kernel(
         gdc_wait()
         gdc_launch_dependents()
     qkv_ptr += b * ((G + 2) * HKV * D)
-    q = _query(qkv_ptr + h * (G * D), qa, qb, eps, G, R, D, QK_NORM)
+    q_row = qkv_ptr + h * (G * D)
     k_row = qkv_ptr + (G * HKV + h) * D
-    new_k = _key(k_row, ka, kb, eps, D, QK_NORM)
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    # All loads first: none is moved up past the barriers of a norm.
+    heads = ()
+    if TENSOR_CORES:
+        q = _query(q_row, qa, qb, eps, G, R, D, QK_NORM)
+    else:
+        for g in tl.static_range(G):
+            heads = heads + _load_head(q_row + g * D, D)
+    x, partner = _load_head(k_row, D)
     new_v = tl.load(k_row + HKV * D + d)
+    new_k = _norm_and_rotate(x, partner, ka, kb, eps, dtype, QK_NORM)
     is_owner = s == num_pieces - 1
     if is_owner & (slot >= 0):
         tl.store(k_cache_ptr + slot * (HKV * D) + h * D + d, new_k)
         tl.store(v_cache_ptr + slot * (HKV * D) + h * D + d, new_v)
     # The new token comes from registers, so that no program reads what another one stores.
+    new_k = new_k.to(tl.float32)
+    new_v = new_v.to(tl.float32)
     scale *= LOG2E
-    m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
-    m = tl.where(is_owner, m, MASKED)
-    total = tl.where(is_owner, tl.full([R], 1.0, tl.float32), 0.0)
-    acc = total[:, None] * new_v.to(tl.float32)[None, :]
-    m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
-    if LONG:
-        for first in range(start + SPLIT, end, SPLIT):
-            rows = cache_rows(table_ptr, first, end, SPLIT, PAGE)[:, None] * (HKV * D) + head
-            mask = first + t < end
-            k = tl.load(k_cache_ptr + rows, mask=mask[:, None], other=0.0)
-            v = tl.load(v_cache_ptr + rows, mask=mask[:, None], other=0.0)
-            m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
-    pieces = (b * HKV + h) * tl.num_programs(1)
+    pieces = (b * HKV + h) * tl.num_programs(2)
     partial_ptr += pieces * (G * D)
     lse_ptr += pieces * G
+    if TENSOR_CORES:
+        m = tl.where(is_owner, tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale, MASKED)
+        total = tl.where(is_owner, tl.full([R], 1.0, tl.float32), 0.0)
+        acc = total[:, None] * new_v[None, :]
+        m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
+        if LONG:
+            for first in range(start + SPLIT, end, SPLIT):
+                rows = cache_rows(table_ptr, first, end, SPLIT, PAGE)[:, None] * (HKV * D) + head
+                mask = first + t < end
+                k = tl.load(k_cache_ptr + rows, mask=mask[:, None], other=0.0)
+                v = tl.load(v_cache_ptr + rows, mask=mask[:, None], other=0.0)
+                m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
+        _write(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G, R, D)
+    else:
+        # Two loops, so that k's registers are free when v is widened.
+        weights = ()
+        for g in tl.static_range(G):
+            q = _norm_and_rotate(heads[2 * g], heads[2 * g + 1], qa, qb, eps, dtype, QK_NORM)
+            q = q.to(tl.float32) * scale
+            score = tl.where(mask, tl.sum(k.to(tl.float32) * q[None, :], 1), MASKED)
+            new_score = tl.where(is_owner, tl.sum(new_k * q, 0), MASKED)
+            m = tl.maximum(tl.max(score, 0), new_score)
+            w = (tl.exp2(score - m), tl.exp2(new_score - m), m)
+            weights = weights + w  # type: ignore[assignment]
+        for g in tl.static_range(G):
+            p, new_p, m = weights[3 * g], weights[3 * g + 1], weights[3 * g + 2]
+            total = tl.sum(p, 0) + new_p
+            y = (tl.sum(p[:, None] * v.to(tl.float32), 0) + new_p * new_v) / total
+            if num_pieces == 1:
+                tl.store(out_ptr + g * D + d, y.to(dtype))
+            else:
+                tl.store(partial_ptr + (s * G + g) * D + d, y)
+                tl.store(lse_ptr + s * G + g, m + tl.log2(total))
     count_ptr += b * HKV + h
-    _write(acc, m, total, out_ptr, partial_ptr, lse_ptr, count_ptr, s, num_pieces, G, R, D)
+    _merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G, D)
 
 
 @triton.jit
@@ -258,8 +304,8 @@ def pipelined_kernel(
 ):
     """Arguments as in `one_tile_kernel`, but for the shape of the loop."""
     h = tl.program_id(0)
-    s = tl.program_id(1)
-    b = tl.program_id(2)
+    b = tl.program_id(1)
+    s = tl.program_id(2)
     n = tl.load(seqlen_ptr + b)
     piece = _piece_len(n, SPLIT, TILE, LONG)
     start = s * piece
@@ -281,8 +327,7 @@ def pipelined_kernel(
     if ONE_PAGE:
         page_row = tl.load(table_ptr + start // PAGE).to(tl.int64) * PAGE
     if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+        gdc_wait()  # without letting successors in: they would take shared memory from this loop
     qkv_ptr += b * ((G + 2) * HKV * D)
     q = _query(qkv_ptr + h * (G * D), qa, qb, eps, G, R, D, QK_NORM)
     scale *= LOG2E
@@ -303,7 +348,8 @@ def pipelined_kernel(
         # The new token comes from registers, so that the loop never reads what is stored here.
         ka, kb = _rope_factors(cos_sin_ptr, k_weight_ptr, position, D, QK_NORM)
         k_row = qkv_ptr + (G * HKV + h) * D
-        new_k = _key(k_row, ka, kb, eps, D, QK_NORM)
+        x, partner = _load_head(k_row, D)
+        new_k = _norm_and_rotate(x, partner, ka, kb, eps, qkv_ptr.dtype.element_ty, QK_NORM)
         new_v = tl.load(k_row + HKV * D + d)
         slot = tl.load(slot_ptr + b).to(tl.int64)
         if slot >= 0:
@@ -316,8 +362,9 @@ def pipelined_kernel(
         total = total * decay + p
         acc = acc * decay[:, None] + p[:, None] * new_v.to(tl.float32)[None, :]
         m = new_m
-    pieces = (b * HKV + h) * tl.num_programs(1)
+    pieces = (b * HKV + h) * tl.num_programs(2)
     partial_ptr += pieces * (G * D)
     lse_ptr += pieces * G
     count_ptr += b * HKV + h
-    _write(acc, m, total, out_ptr, partial_ptr, lse_ptr, count_ptr, s, num_pieces, G, R, D)
+    _write(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G, R, D)
+    _merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G, D)

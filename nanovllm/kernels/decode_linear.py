@@ -31,9 +31,9 @@ def _linear_kernel(
     partial_ptr,  # float32 [SPLIT_K, M, N]
     count_ptr,  # int32 [N / BLOCK_N], zero before and after
     M,
-    N,
-    K,
     eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -46,7 +46,7 @@ def _linear_kernel(
 ):
     pid_n = tl.program_id(0)
     pid_k = tl.program_id(1)
-    split = K // SPLIT_K
+    split: tl.constexpr = K // SPLIT_K
     rows_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_m = tl.arange(0, BLOCK_M)
     cols = pid_k * split + tl.arange(0, BLOCK_K)
@@ -58,7 +58,7 @@ def _linear_kernel(
             "=r,l,r",
             [
                 (weight_ptr + rows_n.to(tl.int64) * K + pid_k * split).to(tl.int64, bitcast=True),
-                tl.full([BLOCK_N], 0, tl.int32) + tl.minimum(split, 1024) * 2,
+                tl.full([BLOCK_N], 2 * min(split, 1024), tl.int32),
             ],
             dtype=tl.int32,
             is_pure=False,
@@ -121,11 +121,22 @@ def _linear_kernel(
 
 
 def split_k(N: int, K: int) -> int:
-    """How many programs share one output tile: enough to fill the card, as few as that takes."""
+    """How many programs share one output tile: as few as fill half the card, or all of it where
+    each still has thousands of columns.
+    """
     splits = 1
-    while splits < MAX_SPLITS and N // BLOCK_N * splits < 64 and K % (splits * 2 * 128) == 0:
+    while splits < MAX_SPLITS and K % (splits * 2 * 128) == 0:
+        if N // BLOCK_N * splits >= (128 if K // splits >= 4096 else 64):
+            break
         splits *= 2
     return splits
+
+
+def _num_stages(block_m: int, K: int) -> int:
+    """Pipeline depth. Programs of more than half an SM's shared memory spread evenly over the SMs,
+    which pays unless 16 rows of a short K are done before that.
+    """
+    return {16: 6 if K >= 4096 else 4, 32: 5, 64: 4}[block_m]
 
 
 def linear(
@@ -149,7 +160,7 @@ def linear(
     N = weight.shape[0]
     assert M <= MAX_ROWS, f"linear multiplies up to {MAX_ROWS} rows, got {M}"
     assert N % BLOCK_N == K % 64 == 0, f"no tile divides a weight of {N} x {K}"
-    splits = split_k(N, K)
+    splits, block_m = split_k(N, K), max(16, triton.next_power_of_2(M))
     _linear_kernel[(N // BLOCK_N, splits)](
         x,
         weight,
@@ -160,17 +171,17 @@ def linear(
         partials,
         counts,
         M,
-        N,
-        K,
         eps,
-        BLOCK_M=max(16, triton.next_power_of_2(M)),
+        N=N,
+        K=K,
+        BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
         BLOCK_K=128 if K % (splits * 128) == 0 else 64,
         SPLIT_K=splits,
         SQUARES=0 if squares_in is None else triton.next_power_of_2(K // BLOCK_N),
         SILU=silu,
         RESIDUAL=residual is not None,
-        STAGES=3 if M > 32 else 4,
+        STAGES=_num_stages(block_m, K),
         PDL=pdl,
         num_warps=4,
         **launch_options(pdl),

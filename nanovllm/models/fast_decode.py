@@ -17,6 +17,7 @@ from nanovllm.models.config import DecoderConfig
 from nanovllm.models.decoder import CausalLM
 
 MAX_LINEAR_ROWS = 64  # largest batch of our own products; cuBLAS above
+WIDE = 4096  # hidden size from which cuBLAS wins at half of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class FastDecode:
         self._plan_attention = decode_attention.plan_attention
         _prepare_weights(model)
         self._layers = _layer_weights(model)
+        attention: Any = model.model.layers[0].self_attn
+        self._group = attention.num_heads_per_rank // attention.num_kv_heads_per_rank
         self._scratch = _Scratch(model, kv_cache, max_num_seqs, self._num_pieces(max_num_seqs))
 
     @staticmethod
@@ -130,13 +133,13 @@ class FastDecode:
 
     def _plan(self, batch_size: int) -> Any:
         num_kv_heads = self.kv_cache.shape[-2]
-        return self._plan_attention(batch_size, num_kv_heads, self.max_model_len)
+        return self._plan_attention(batch_size, num_kv_heads, self._group, self.max_model_len)
 
     def _num_pieces(self, max_num_seqs: int) -> int:
         """Most pieces of heads that attention leaves to be merged, over all batch sizes."""
-        num_heads = self._layers[0].o.shape[1] // self.kv_cache.shape[-1]
+        heads = self.kv_cache.shape[-2] * self._group
         sizes = range(1, max_num_seqs + 1)
-        return max(num_heads * size * int(self._plan(size).num_splits) for size in sizes)
+        return max(heads * size * int(self._plan(size).num_splits) for size in sizes)
 
 
 class _Scratch:
@@ -192,7 +195,8 @@ class _ResidualStream:
         self.model, self.scratch, self.batch_size = model, scratch, batch_size
         self.tp, self.ops, self.eps = model.tp, model.ops, model.config.rms_norm_eps
         self._embed, self._gemv, self._linear = embed, gemv, linear
-        self.uses_cublas = batch_size > MAX_LINEAR_ROWS
+        is_wide = model.config.hidden_size >= WIDE
+        self.uses_cublas = batch_size > (MAX_LINEAR_ROWS // 2 if is_wide else MAX_LINEAR_ROWS)
         self.is_fused = self.tp.size == 1 and not self.uses_cublas
         self.stream = scratch.stream[:batch_size]  # [B, C]
         self.source = self.stream  # [B, C] what products read: normed already unless fused

@@ -17,12 +17,13 @@ from nanovllm.utils.context import AttentionMetadata, LayerKV  # noqa: E402
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: under TRITON_INTERPRET=1
 EPS = 1e-6
 
-ONE_TILE = AttentionPlan(one_tile=True, split=64, num_splits=4, is_long=False, stages=1)
-ONE_TILE_LONG = AttentionPlan(one_tile=True, split=64, num_splits=2, is_long=True, stages=1)
-PIPELINED = AttentionPlan(one_tile=False, split=128, num_splits=2, is_long=False, stages=2)
-PIPELINED_WHOLE = AttentionPlan(one_tile=False, split=1024, num_splits=1, is_long=False, stages=3)
-PIPELINED_LONG = AttentionPlan(one_tile=False, split=64, num_splits=2, is_long=True, stages=2)
-PLANS = [ONE_TILE, ONE_TILE_LONG, PIPELINED, PIPELINED_WHOLE, PIPELINED_LONG]
+ONE_TILE = AttentionPlan(True, True, split=64, num_splits=4, is_long=False, stages=1)
+ONE_TILE_LONG = AttentionPlan(True, True, split=64, num_splits=2, is_long=True, stages=1)
+PIPELINED = AttentionPlan(False, True, split=128, num_splits=2, is_long=False, stages=2)
+PIPELINED_WHOLE = AttentionPlan(False, True, split=1024, num_splits=1, is_long=False, stages=3)
+PIPELINED_LONG = AttentionPlan(False, True, split=64, num_splits=2, is_long=True, stages=2)
+CUDA_CORES = AttentionPlan(True, False, split=64, num_splits=5, is_long=False, stages=1)
+PLANS = [CUDA_CORES, ONE_TILE, ONE_TILE_LONG, PIPELINED, PIPELINED_WHOLE, PIPELINED_LONG]
 
 LENGTHS = [1, 0, 64, 65, 197, 256]  # 0: a padded row
 
@@ -126,13 +127,13 @@ def test_plans_and_pages(plan, page):
     Case(page=page).check(plan)
 
 
-@pytest.mark.parametrize("plan", [ONE_TILE, PIPELINED])
+@pytest.mark.parametrize("plan", [CUDA_CORES, ONE_TILE, PIPELINED])
 @pytest.mark.parametrize(("group", "D"), [(1, 64), (5, 128), (16, 64)])
 def test_groups_and_head_dims(plan, group, D):
     Case([130], group=group, num_kv_heads=1, D=D).check(plan)
 
 
-@pytest.mark.parametrize("plan", [ONE_TILE, PIPELINED])
+@pytest.mark.parametrize("plan", [CUDA_CORES, ONE_TILE, PIPELINED])
 def test_without_qk_norm(plan):
     Case([70], qk_norm=False).check(plan)
 
@@ -148,8 +149,8 @@ def test_plan_covers_every_length():
     """Either split times num_splits reaches max_len, or pieces grow with their row."""
     for batch_size in (1, 2, 8, 16, 64, 128, 512):
         for max_len in (16, 512, 4096, 40960):
-            plan = plan_attention(batch_size, 8, max_len)
+            plan = plan_attention(batch_size, 8, 2, max_len)
             assert plan.is_long or plan.split * plan.num_splits >= max_len
             assert plan.num_splits * batch_size * 8 <= 16384
-    assert not plan_attention(1, 8, 4096).is_long
-    assert plan_attention(1, 8, 40960).is_long
+    assert not plan_attention(1, 8, 2, 4096).is_long
+    assert plan_attention(1, 8, 2, 40960).is_long
