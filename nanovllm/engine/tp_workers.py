@@ -33,7 +33,6 @@ from nanovllm.utils.nccl import new_unique_id
 
 T = TypeVar("T")
 
-_VERDICT_S = 8.0  # from a failed collective to the knowledge which rank has died
 _CONNECT_POLL_S = 0.05
 
 
@@ -190,13 +189,20 @@ class TPWorkers:
         try:
             yield
         except kind as error:
-            timeout_s = _VERDICT_S if isinstance(error, CommunicationError) else 0.0
-            is_ours = self._pool.find_failure(timeout_s) is None
+            is_ours = self._pool.find_failure(_time_for_a_verdict(error)) is None
             self._pool.fail(f"rank 0 raised {error!r}")
             self.close()
             if is_ours or isinstance(error, NanoVLLMError) or not isinstance(error, Exception):
                 raise
             raise self._pool.error() from error
+
+
+def _time_for_a_verdict(error: BaseException) -> float:
+    """Seconds to wait for the news that another rank's death is behind an error on rank 0."""
+    if isinstance(error, CommunicationError):
+        return 8.0
+    is_torchs = isinstance(error, RuntimeError) and not isinstance(error, NanoVLLMError)
+    return 2.0 if is_torchs else 0.0
 
 
 class _WatchedStep:
