@@ -6,9 +6,9 @@ whoever measured them.
 
 import dataclasses
 import difflib
-import math
 import numbers
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,7 @@ class EngineConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
-        kind = self.device.split(":")[0]
-        if kind not in ("auto", "cpu", "cuda"):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
 
     def _check_numbers(self) -> None:
@@ -87,7 +86,8 @@ class EngineConfig:
         if self.seed is not None:
             _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
         share = self.gpu_memory_utilization
-        if not isinstance(share, numbers.Real) or not math.isfinite(share) or not 0 < share <= 1:
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not is_number or not 0 < share <= 1:  # false for NaN too
             raise ConfigError(f"gpu_memory_utilization={share!r} must be in (0, 1]")
         if self.max_model_len < 2:
             raise ConfigError("max_model_len=1 leaves no room for a prompt and an answer; use >= 2")

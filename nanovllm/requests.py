@@ -68,7 +68,7 @@ def check_requests(
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):
         return [prompts]
     try:
         items = list(prompts)
@@ -112,7 +112,7 @@ def _split_prompt(index: int, item: Any) -> tuple[str | None, Any]:
             return item.get("prompt"), item["prompt_token_ids"]
         if "prompt" not in item:
             raise RequestError(
-                f"prompt {index} is a dict with keys {sorted(item)}; it needs 'prompt' or "
+                f"prompt {index} is a dict with keys {list(item)}; it needs 'prompt' or "
                 "'prompt_token_ids'"
             )
         item = item["prompt"]
@@ -159,6 +159,8 @@ def _check(index: int, given: Any, params: SamplingParams, limits: RequestLimits
 
 def _check_ids(index: int, given: Any, vocab_size: int) -> list[int]:
     try:
+        if isinstance(given, bytes):  # iterates over integers, but is meant as text
+            raise TypeError
         token_ids = given.tolist() if hasattr(given, "tolist") else list(given)
     except TypeError:
         raise RequestError(

@@ -228,6 +228,7 @@ class Driver:
         for seq in ended:
             assert seq.seq_id not in self.finished, "finished twice"
             self.finished[seq.seq_id] = seq
+            assert seq.num_tokens == len(seq.token_ids), "a token in flight after the end"
             prompt = seq.token_ids[: seq.num_prompt_tokens]
             expected = self.model.expected(prompt, seq.params, self.max_model_len)
             assert (seq.output_token_ids, seq.finish_reason) == expected

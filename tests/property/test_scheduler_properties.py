@@ -5,8 +5,9 @@ from engine_fakes import FIRST_ID, Driver
 from hypothesis import HealthCheck, note, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanovllm.engine import block_manager
+from nanovllm.engine import block_manager, scheduler
 
+SORT_FROM = scheduler._SORT_FROM
 # few different ids and lengths, so that prefixes are shared and blocks are exactly filled
 prompts = st.lists(st.integers(FIRST_ID, FIRST_ID + 1), min_size=1, max_size=20)
 
@@ -32,9 +33,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         reserve_output=st.booleans(),
         overlap=st.booleans(),
         eos_odds=st.sampled_from([0, 3, 10]),
+        sort_from=st.sampled_from([2, 64]),
     )
-    def start(self, **options):
+    def start(self, sort_from, **options):
         note(options)
+        scheduler._SORT_FROM = sort_from  # order decode rows by length even in small steps
         block_manager.hash_block = self.hash_block
         self.driver = Driver(**options)
         self.added, self.aborted = [], set()
@@ -90,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 )
         finally:
             block_manager.hash_block = SchedulerMachine.hash_block
+            scheduler._SORT_FROM = SORT_FROM
 
 
 class CollidingMachine(SchedulerMachine):
