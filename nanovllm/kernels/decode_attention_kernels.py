@@ -250,7 +250,9 @@ def one_tile_kernel(
             w = (tl.exp2(score - m), tl.exp2(new_score - m), m)
             weights = weights + w  # type: ignore[assignment]
         for g in tl.static_range(G):
-            p, new_p, m = weights[3 * g], weights[3 * g + 1], weights[3 * g + 2]
+            p = weights[3 * g]  # type: ignore[var-annotated]
+            new_p = weights[3 * g + 1]  # type: ignore[var-annotated]
+            m = weights[3 * g + 2]
             total = tl.sum(p, 0) + new_p
             y = (tl.sum(p[:, None] * v.to(tl.float32), 0) + new_p * new_v) / total
             if num_pieces == 1:
