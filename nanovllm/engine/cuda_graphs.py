@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanovllm.engine.batch import ForwardBatch, decode_header
-from nanovllm.utils.integers import divide_up
+from nanovllm.engine.dummy_batches import dummy_decode
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -41,7 +40,7 @@ class CudaGraphs:
         self._token_ids: dict[int, Tensor] = {}  # int32 [size], written by each replay
         pool = None
         for size in reversed(capture_sizes(runner.config.max_num_seqs)):
-            batch = self._static_batch(runner, device_buffer, size)
+            batch = dummy_decode(runner, size, device_buffer)
             runner.decode(batch)  # compiles and warms up what may not run first under capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -56,15 +55,3 @@ class CudaGraphs:
         """Run the captured step on the device buffer; the result lives until the next replay."""
         self._graphs[size].replay()
         return self._token_ids[size]
-
-    @staticmethod
-    def _static_batch(runner: "ModelRunner", device_buffer: Tensor, size: int) -> ForwardBatch:
-        """The views that a step of this size will fill; all rows are padding until then."""
-        width = divide_up(runner.max_model_len, runner.config.kvcache_block_size)
-        header = decode_header(size, size, width, runner.max_model_len)
-        device_buffer.zero_()
-        batch = ForwardBatch.from_buffer(header, device_buffer)
-        batch.rows.fill_(runner.config.max_num_seqs)
-        batch.meta.slot_mapping.fill_(-1)
-        torch.arange(size + 1, out=batch.meta.cu_seqlens_q)
-        return batch

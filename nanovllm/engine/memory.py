@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.batch import BatchHeader, ForwardBatch
 from nanovllm.engine.cuda_graphs import capture_sizes
+from nanovllm.engine.dummy_batches import dummy_prefill
 from nanovllm.errors import ConfigError
 from nanovllm.utils.device import free_host_bytes
 from nanovllm.utils.integers import divide_up
@@ -64,8 +64,9 @@ def num_blocks_on_gpu(runner: "ModelRunner", budget: DeviceBudget) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     runner.allocate_kv_cache(1)
     runner.build_fast_decode()
+    runner.compile_kernels()
     for num_seqs in (_num_long_seqs(runner), config.max_num_seqs):
-        runner.run(_dummy_prefill(runner, num_seqs))
+        runner.run(dummy_prefill(runner, num_seqs))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - budget.allocated_bytes
     runner.release_kv_cache()
@@ -102,31 +103,3 @@ def _graph_bytes(runner: "ModelRunner") -> int:
     vocab = runner.model.lm_head.weight.shape[0]
     widest = runner.config.max_num_seqs * (vocab + 16 * runner.model_config.hidden_size)
     return len(sizes) * _GRAPH_BYTES + widest * runner.dtype.itemsize
-
-
-def _dummy_prefill(runner: "ModelRunner", num_seqs: int) -> ForwardBatch:
-    """A full prefill step of `num_seqs` sequences that stores nothing; all of them are sampled."""
-    num_tokens = max(runner.config.max_num_batched_tokens, num_seqs)
-    lengths = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
-    lengths = [min(length, runner.max_model_len) for length in lengths]
-    header = BatchHeader(
-        num_tokens=sum(lengths),
-        num_seqs=num_seqs,
-        num_decode_seqs=0,
-        num_samples=num_seqs,
-        num_copies=0,
-        table_width=divide_up(max(lengths), runner.config.kvcache_block_size),
-        max_seqlen_q=max(lengths),
-        max_seqlen_k=max(lengths),
-        has_prefix=False,
-        is_graph=False,
-    )
-    buffer = torch.zeros(header.num_words(), dtype=torch.int32, device=runner.device)
-    batch = ForwardBatch.from_buffer(header, buffer)
-    counts = torch.tensor(lengths, dtype=torch.int32, device=runner.device)
-    batch.meta.seqlens_k.copy_(counts)
-    batch.meta.cu_seqlens_q[1:] = counts.cumsum(0)
-    batch.meta.cu_seqlens_k[1:] = counts.cumsum(0)
-    batch.meta.slot_mapping.fill_(-1)
-    batch.temperatures.fill_(1.0)
-    return batch

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import BatchInput, ForwardBatch
-from nanovllm.engine.cuda_graphs import CudaGraphs
+from nanovllm.engine.cuda_graphs import CudaGraphs, capture_sizes
+from nanovllm.engine.dummy_batches import dummy_decode, dummy_prefill
 from nanovllm.engine.memory import DeviceBudget, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.staging import Staging
 from nanovllm.engine.step_handle import CudaStep, DoneStep, StepHandle
@@ -77,6 +78,7 @@ class ModelRunner:
             and self.attention.name != "reference"
         )
         self.load_s = 0.0
+        self._has_compiled = False
         self.graphs: CudaGraphs | None = None
         self.fast_decode: FastDecode | None = None
         self._budget = DeviceBudget(self.device)
@@ -128,7 +130,8 @@ class ModelRunner:
             ConfigError: the memory for `num_blocks` cannot be had.
         """
         try:
-            self.kv_cache = torch.empty(
+            # zeros: flash-attn multiplies what lies behind a sequence's end by zero, NaN included
+            self.kv_cache = torch.zeros(
                 self._kv_shape(num_blocks), dtype=self.dtype, device=self.device
             )
         except RuntimeError as error:
@@ -152,6 +155,7 @@ class ModelRunner:
     def prepare(self) -> None:
         """Make ready to launch, with the cache at its final size: buffers and decode graphs."""
         self.build_fast_decode()
+        self.compile_kernels()
         if self.device.type == "cuda":
             self._staging = Staging(self.config, self.max_model_len, self.device)
             if self.uses_graphs:
@@ -170,6 +174,21 @@ class ModelRunner:
         self.fast_decode = FastDecode(
             self.model, self.kv_cache, self.config.max_num_seqs, self.max_model_len
         )
+
+    def compile_kernels(self) -> None:
+        """Compile what prefill and decode will need, in parallel; does so once."""
+        if self._has_compiled or self.device.type != "cuda" or self.ops.name != "triton":
+            return
+        self._has_compiled = True
+        from nanovllm.kernels.compile_ahead import compile_ahead
+
+        with compile_ahead():
+            for num_seqs in (1, self.config.max_num_seqs):
+                self.run(dummy_prefill(self, num_seqs))
+            self.token_store.zero_()  # nothing was sampled, so what was stored is no token
+            for size in capture_sizes(self.config.max_num_seqs) if self.uses_graphs else ():
+                self.decode(dummy_decode(self, size))
+                self.token_store.zero_()
 
     @torch.inference_mode()
     def launch(self, batch: BatchInput) -> StepHandle:

@@ -48,17 +48,16 @@ class AttentionBackend(Protocol):
 def select_backend(
     name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> AttentionBackend:
-    """Build the backend `name`; "auto" takes the first of flash, triton and reference that can run.
+    """Build the backend `name`; "auto" takes what was measured to be fastest of those that can run.
+
+    That is flash-attn for prefill and our Triton kernel for decode, else Triton for both, else
+    the reference (docs/performance.md).
 
     Raises:
         ConfigError: the name is unknown, or the backend cannot run here; says why and what to do.
     """
     if name == "auto":
-        for candidate in ("flash", "triton") if device.type == "cuda" else ():
-            backend = _backend_class(candidate)
-            if backend.unavailable_reason(device, dtype, head_dim, block_size) is None:
-                return backend()
-        name = "reference"
+        return _fastest_backend(device, dtype, head_dim, block_size)
     if name not in BACKEND_NAMES:
         known = ", ".join(BACKEND_NAMES)
         raise ConfigError(f"attention_backend={name!r} is unknown; choose one of: {known}")
@@ -67,6 +66,21 @@ def select_backend(
     if reason is not None:
         raise ConfigError(f"attention_backend={name!r} cannot run: {reason}")
     return backend()
+
+
+def _fastest_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
+) -> AttentionBackend:
+    from nanovllm.layers.attention.flash import FlashAttention
+    from nanovllm.layers.attention.triton import TritonAttention
+
+    triton: TritonAttention | None = None
+    if device.type == "cuda":
+        if TritonAttention.unavailable_reason(device, dtype, head_dim, block_size) is None:
+            triton = TritonAttention()
+        if FlashAttention.unavailable_reason(device, dtype, head_dim, block_size) is None:
+            return FlashAttention(decode_backend=triton)
+    return triton or _backend_class("reference")()
 
 
 def _backend_class(name: str) -> type[AttentionBackend]:
