@@ -4,11 +4,13 @@ Torch-free. Lengths that nobody knows ahead (an answer ends at its end-of-sequen
 guessed from those seen; a wrong guess costs recomputation, never a wrong token.
 """
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.integers import divide_up
 
 _FIRST_GUESS = 32  # output tokens, before any answer has ended
 _RISE, _FALL = (
@@ -40,7 +42,15 @@ class AdmissionReserve:
             return seq.max_num_tokens
         output = seq.num_output_tokens
         expected = self._guess if output < self._guess else 2.0 * output
-        return min(seq.max_num_tokens, seq.num_prompt_tokens + int(np.ceil(expected)))
+        return min(seq.max_num_tokens, seq.num_prompt_tokens + math.ceil(expected))
+
+    def growth(self, seq: Sequence) -> int:
+        """Blocks that a sequence with blocks is expected to take beyond those."""
+        return max(0, self.final_num_blocks(seq) - len(seq.block_table))
+
+    def final_num_blocks(self, seq: Sequence) -> int:
+        """Blocks at the sequence's expected end; its last token needs no KV."""
+        return divide_up(self.expected_num_tokens(seq) - 1, self._block_size)
 
     def peak_num_blocks(
         self, running: list[Sequence], candidate: Sequence | None, num_held: int

@@ -188,15 +188,17 @@ class Scheduler:
         num_before = len(batch.seqs)
         if self.running and self.running[-1].is_prefilling and budget > 0:
             budget -= self._add_chunk(batch, self.running[-1], budget)
+        growth = self._expected_growth() if self.waiting and budget > 0 else 0
         while self.waiting and budget > 0 and len(self.running) < self.max_num_running:
             seq = self.waiting[0]
             cached = self.block_manager.find_cached_blocks(seq)
             num_new = seq.num_tokens - len(cached) * self.block_manager.block_size
             if num_new > budget and len(batch.seqs) > num_before:
                 break
-            if not self._can_admit(seq, cached):
+            if not self._can_admit(seq, cached, growth):
                 break
             self._admit(self.waiting.popleft(), cached)
+            growth += self._reserve.growth(seq) if self._reserve else 0
             budget -= self._add_chunk(batch, seq, budget)
 
     def _schedule_decode(self, batch: ScheduledBatch) -> bool:
@@ -251,13 +253,24 @@ class Scheduler:
                 self._about_to_end.append(seq)
         return num_new
 
-    def _can_admit(self, seq: Sequence, cached: list[int]) -> bool:
+    def _expected_growth(self) -> int:
+        """Blocks that all live sequences will still take, were none of them to end before."""
+        reserve = self._reserve
+        return sum(map(reserve.growth, self.live_seqs())) if reserve else 0
+
+    def _can_admit(self, seq: Sequence, cached: list[int], growth: int) -> bool:
         """Whether `seq` may start now without the running ones running out of blocks later."""
-        manager, live = self.block_manager, self.live_seqs()
+        manager = self.block_manager
         num_taken = manager.num_blocks_to_take(seq, cached)
         if num_taken > manager.num_free_blocks:
             return False
-        if not live or self._reserve is None:
+        if self._reserve is None:
+            return True
+        num_more = self._reserve.final_num_blocks(seq) - manager.num_blocks_for(seq.num_tokens)
+        if num_taken + max(0, num_more) + growth <= manager.num_free_blocks:
+            return True  # even at worst; the exact answer below takes longer
+        live = self.live_seqs()
+        if not live:
             return True
         num_held = manager.num_blocks_for(seq.num_tokens) - num_taken
         return self._reserve.peak_num_blocks(live, seq, num_held) <= manager.num_free_blocks
