@@ -211,11 +211,12 @@ class ModelRunner:
             self.kv_cache[:, :, target] = self.kv_cache[:, :, source]
         meta = batch.meta
         self.load_decode_ids(batch)
-        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, meta)  # [N, C]
+        last_tokens = None  # of the sampled sequences; None = one token each, all sampled
+        if batch.num_samples < len(batch.input_ids):
+            last_tokens = meta.cu_seqlens_q[1 : batch.num_samples + 1] - 1
+        hidden = self.model(batch.input_ids, batch.positions, self.kv_cache, meta, last_tokens)
         if batch.num_samples == 0:
             return batch.rows[:0]
-        if meta.max_seqlen_q > 1 or batch.num_samples < len(hidden):
-            hidden = hidden[meta.cu_seqlens_q[1 : batch.num_samples + 1] - 1]
         return self.sample(self.model.compute_logits(hidden), batch)
 
     def decode(self, batch: ForwardBatch) -> Tensor:  # int32 [B]

@@ -64,7 +64,8 @@ class Attention(nn.Module):
         cos_sin: Tensor,  # float32 [max_positions, D]
         layer_kv: LayerKV,
         meta: AttentionMetadata,
-    ) -> Tensor:  # [N, C]
+        rows: Tensor | None,  # int [B'] tokens whose output is wanted; None = all
+    ) -> Tensor:  # [N, C], or [B', C]
         """Attend each token to its sequence so far, itself included."""
         q, k, v = self.ops.qk_norm_rope_store(
             self.qkv_proj(x),
@@ -80,6 +81,8 @@ class Attention(nn.Module):
             self.head_dim,
         )
         out = self.attention.attend(q, k, v, layer_kv, meta)  # [N, Hq, D]
+        if rows is not None:
+            out = out[rows]
         return self.o_proj(out.flatten(1))
 
 
@@ -145,14 +148,17 @@ class DecoderLayer(nn.Module):
         cos_sin: Tensor,  # float32 [max_positions, D]
         layer_kv: LayerKV,
         meta: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:  # [N, C], [N, C]
+        rows: Tensor | None = None,  # int [B'] tokens whose output is wanted; None = all
+    ) -> tuple[Tensor, Tensor]:  # [N, C], [N, C]; or [B', C] each
         """Return (MLP output, residual stream without it); the next norm adds the two."""
         norm_weight = self.input_layernorm.weight
         if residual is None:
             x, residual = self.ops.rms_norm(x, norm_weight, self.eps), x
         else:
             x, residual = self.ops.add_rms_norm(x, residual, norm_weight, self.eps)
-        x = self.self_attn(x, positions, cos_sin, layer_kv, meta)
+        x = self.self_attn(x, positions, cos_sin, layer_kv, meta, rows)
+        if rows is not None:
+            residual = residual[rows]
         norm_weight = self.post_attention_layernorm.weight
         x, residual = self.ops.add_rms_norm(x, residual, norm_weight, self.eps)
         return self.mlp(x), residual
@@ -190,13 +196,18 @@ class Decoder(nn.Module):
         positions: Tensor,  # int [N]
         kv_cache: Tensor,  # [2, L, num_blocks, S, Hkv, D]
         meta: AttentionMetadata,
-    ) -> Tensor:  # [N, C]
-        """Hidden states after the final norm."""
+        rows: Tensor | None = None,  # int [B'] tokens whose hidden state is wanted; None = all
+    ) -> Tensor:  # [N, C], or [B', C]
+        """Hidden states after the final norm.
+
+        The last layer's products are computed for `rows` only: of a prefill, nobody needs more.
+        """
         x = self.embed_tokens(input_ids)
         residual: Tensor | None = None
         caches = zip(kv_cache[0].unbind(), kv_cache[1].unbind(), strict=True)
-        for layer, (k, v) in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, positions, self.cos_sin, LayerKV(k, v), meta)
+        for i, (layer, (k, v)) in enumerate(zip(self.layers, caches, strict=True), start=1):
+            wanted = rows if i == len(self.layers) else None
+            x, residual = layer(x, residual, positions, self.cos_sin, LayerKV(k, v), meta, wanted)
         assert residual is not None, "a decoder has at least one layer"
         return self.ops.add_rms_norm(x, residual, self.norm.weight, self.eps)[0]
 
@@ -239,9 +250,10 @@ class CausalLM(nn.Module):
         positions: Tensor,  # int [N]
         kv_cache: Tensor,  # [2, L, num_blocks, S, Hkv, D]
         meta: AttentionMetadata,
-    ) -> Tensor:  # [N, C]
+        rows: Tensor | None = None,  # int [B'] tokens whose hidden state is wanted; None = all
+    ) -> Tensor:  # [N, C], or [B', C]
         """Run the step's tokens, store their KV, and return hidden states after the final norm."""
-        return self.model(input_ids, positions, kv_cache, meta)
+        return self.model(input_ids, positions, kv_cache, meta, rows)
 
     def compute_logits(
         self,
