@@ -131,7 +131,16 @@ def _tokenize(texts: list[str | None], ids: list[Any], tokenizer: Any) -> None:
             f"prompt {where[0]} is text, but the checkpoint has no tokenizer files; give lists of "
             "token ids"
         )
-    encoded = tokenizer([texts[i] for i in where])["input_ids"]
+    try:
+        encoded = tokenizer([texts[i] for i in where])["input_ids"]
+    except (TypeError, UnicodeError) as error:  # a lone surrogate; the error names no prompt
+        for i in where:
+            if any("\ud800" <= char <= "\udfff" for char in texts[i] or ""):
+                raise RequestError(
+                    f"prompt {i} is {texts[i]!r}, which is not valid Unicode (it holds a lone "
+                    "surrogate); clean it, or give token ids"
+                ) from error
+        raise
     for i, token_ids in zip(where, encoded, strict=True):
         ids[i] = token_ids
 

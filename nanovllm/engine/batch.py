@@ -18,6 +18,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.context import AttentionMetadata
 from nanovllm.utils.integers import divide_up, round_up
 
+_MAX_TEMPERATURE = 1e38  # float32 holds it
 _ALIGN = 4  # sections start at multiples of 16 bytes: Triton's vector loads want that
 
 
@@ -223,7 +224,7 @@ class BatchBuilder:
         known = self._state[row]
         if known != state:
             if known is None or known[0] != seq.seq_id:
-                self._temperatures[row] = seq.params.temperature
+                self._temperatures[row] = min(seq.params.temperature, _MAX_TEMPERATURE)
                 self._seeds[row] = (seq.seed & 0xFFFFFFFF, (seq.seed >> 32) & 0xFFFFFFFF)
             self._tables[row, : len(seq.block_table)] = seq.block_table
             self._tables[row, len(seq.block_table) :] = 0

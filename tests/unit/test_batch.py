@@ -150,6 +150,12 @@ def test_seeds_travel_as_64_bits(builder):
     assert part["seeds"].view(np.uint32).tolist() == expected
 
 
+@pytest.mark.filterwarnings("error")
+def test_huge_temperature_fits_in_float32(builder):
+    part = sections(builder.build(step((make_seq(0, 1, [2], row=0, temperature=1e300), 0, 1))))
+    assert np.isfinite(part["temperatures"].view(np.float32)).all()
+
+
 def test_forward_batch_views_the_buffer(builder):
     seq = make_seq(0, 6, [3, 4], row=1, temperature=0.5)
     batch = builder.build(step((seq, 0, 6)))

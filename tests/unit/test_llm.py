@@ -272,6 +272,12 @@ def test_missing_checkpoints(tmp_path, folder):
         LLM(str(tmp_path))
 
 
+def test_text_that_is_no_unicode(llm):
+    with pytest.raises(RequestError, match=r"prompt 1 .*surrogate"):
+        generate(llm, ["ok", "a\ud800b"])
+    assert_idle(llm)
+
+
 # --- interrupts ---
 
 
