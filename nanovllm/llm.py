@@ -16,6 +16,7 @@ from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import RequestOutput
 from nanovllm.requests import Prompt, Request, check_requests
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.interrupts import deferred_interrupt
 
 
 class LLM:
@@ -101,7 +102,8 @@ class LLM:
                     bar.set_postfix(_rates(engine.stats), refresh=False)
                     bar.update()
         except BaseException:
-            engine.abort_all()
+            with deferred_interrupt():
+                engine.abort_all()
             raise
         finally:
             bar.close()

@@ -13,6 +13,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.utils.integers import divide_up
 
 _FIRST_GUESS = 32  # output tokens, before any answer has ended
+_MAX_MOMENTS = 64  # at which demand is summed up: more would cost more than a guess is worth
 _RISE, _FALL = (
     1 / 2,
     1 / 16,
@@ -89,10 +90,9 @@ def _peak(
     if ends[0] == ends[-1]:
         return everything
     length, held, own = length[order], held[order], (held - shared)[order]
-    freed = np.concatenate([[0], np.cumsum(own)[:-1]])  # by those that ended before
-    need = (
-        -(-(length[None, :] + ends[:, None] - 1) // block_size) - held[None, :]
-    )  # [moment, sequence]
-    alive = ends[None, :] >= ends[:, None]
-    growth = np.where(alive, np.maximum(need, 0), 0).sum(axis=1)
+    moments = ends[np.linspace(0, len(ends) - 1, min(len(ends), _MAX_MOMENTS), dtype=int)]
+    freed = np.concatenate([[0], np.cumsum(own)])[np.searchsorted(ends, moments)]
+    filled = -(-(length[None, :] + moments[:, None] - 1) // block_size)  # [moment, sequence]
+    alive = ends[None, :] >= moments[:, None]
+    growth = np.where(alive, np.maximum(filled - held[None, :], 0), 0).sum(axis=1)
     return int((growth - freed).max(initial=0))

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from nanovllm.config import EngineConfig
@@ -69,18 +70,20 @@ class LLMEngine:
         self.config = config
         self.model_config = model_config
         self.max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
-        self.tokenizer = load_tokenizer(folder)
-        self.eos_token_ids = find_eos_token_ids(folder, model_config.eos_token_ids, self.tokenizer)
         self.workers: ModelRunner | TPWorkers
         if config.tensor_parallel_size == 1:
             self.workers = ModelRunner(config, model_config, folder, self.max_model_len, TPGroup())
         else:
             self.workers = TPWorkers(config, model_config, folder, self.max_model_len)
         try:
-            self.workers.load()
-            num_blocks = config.num_kvcache_blocks or self.workers.num_blocks_that_fit()
-            self.workers.allocate_kv_cache(num_blocks)
-            self.workers.prepare()
+            # beside the weights: importing transformers can take as long as loading them
+            with ThreadPoolExecutor(1) as thread:
+                tokenizer = thread.submit(load_tokenizer, folder)
+                num_blocks = self._start_workers()
+                self.tokenizer = tokenizer.result()
+            self.eos_token_ids = find_eos_token_ids(
+                folder, model_config.eos_token_ids, self.tokenizer
+            )
         except BaseException:
             self.workers.close()
             raise
@@ -153,6 +156,14 @@ class LLMEngine:
         """Drop all requests and give the memory back; idempotent."""
         self.abort_all()
         self.workers.close()
+
+    def _start_workers(self) -> int:
+        """Load the model on every rank and make it ready; returns the number of KV blocks."""
+        self.workers.load()
+        num_blocks = self.config.num_kvcache_blocks or self.workers.num_blocks_that_fit()
+        self.workers.allocate_kv_cache(num_blocks)
+        self.workers.prepare()
+        return num_blocks
 
     def _launch(self, scheduled: ScheduledBatch) -> tuple[ScheduledBatch, StepHandle]:
         return scheduled, self.workers.launch(self._builder.build(scheduled))

@@ -330,9 +330,9 @@ class Scheduler:
 
     def _retire(self, finished: list[Sequence]) -> None:
         for seq in finished:
+            seq.num_in_flight_tokens = 0
             if self._reserve is not None:
                 self._reserve.observe_finished(seq)
-            seq.num_in_flight_tokens = 0
             self.block_manager.free(seq)
             self._free_row(seq)
         self.running = [seq for seq in self.running if seq.finish_reason is None]

@@ -17,6 +17,18 @@ from nanovllm.errors import CheckpointError
 from nanovllm.utils.integers import divide_up
 from nanovllm.utils.loader import checkpoint_dtype
 
+_NEEDED_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
 DEFAULT_ROPE_THETA = 10000.0  # transformers' own default where a config names none
 
 
@@ -73,10 +85,19 @@ def load_decoder_config(path: str | Path) -> DecoderConfig:
         raise CheckpointError(
             f"{file} has architectures={names}, which is not supported; supported: {known}"
         )
-    full = _with_defaults(folder)
+    full = dict(raw) if _is_complete(raw) else _with_defaults(folder)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         full["dtype"] = checkpoint_dtype(folder)
     return ARCHITECTURES[architecture](full)
+
+
+def _is_complete(raw: Mapping[str, Any]) -> bool:
+    """Whether nothing is left to a family's defaults, as in every file that transformers writes.
+
+    Then transformers need not be imported, which took 9 s of a 12 s start where that was measured.
+    """
+    has_rope = "rope_theta" in raw or "rope_parameters" in raw
+    return has_rope and all(key in raw for key in _NEEDED_KEYS)
 
 
 def _with_defaults(folder: Path) -> dict[str, Any]:
