@@ -1,0 +1,53 @@
+"""example.py and bench.py as a user runs them, on a machine without a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_example_answers_offline() -> None:
+    done = run("example.py", "nanovllm/demo_model")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Prompt: ") == done.stdout.count("Completion: ") == 2
+    assert done.stderr.startswith("Using nanovllm/demo_model: given on the command line.")
+
+
+def test_bench_prints_nano_vllms_line_and_json(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    sizes = ["--num-seqs", "4", "--input-len", "8", "16", "--output-len", "4", "8"]
+    done = run("bench.py", "--device", "cpu", "--model", "tiny", *sizes, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert "Total: " in done.stdout
+    assert "Throughput: " in done.stdout
+    assert "prefill " in done.stdout
+    (result,) = json.loads(file.read_text())["results"]
+    assert f"Total: {result['num_output_tokens']}tok" in done.stdout
+    assert result["throughput"] > 0
+
+
+def test_bench_latency() -> None:
+    sizes = ["--batch-sizes", "1", "--repetitions", "1"]
+    done = run("bench.py", "--device", "cpu", "--model", "tiny", "--latency", *sizes)
+    assert done.returncode == 0, done.stderr
+    assert "ms/step" in done.stdout
+
+
+def test_default_load_of_the_bench_is_nano_vllms() -> None:
+    """133,966 output tokens, as in nano-vllm's bench.py with seed 0."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        import bench
+    finally:
+        sys.path.remove(str(ROOT))
+    prompts, params = bench.Load(256, (100, 1024), (100, 1024), 0, 0.6).draw(0, 151936)
+    assert sum(map(len, prompts)) == 142827
+    assert sum(item.max_tokens for item in params) == 133966
