@@ -1,0 +1,164 @@
+"""The whole engine on a GPU: tokens, graphs, staging buffers, memory."""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import LLM, ConfigError, SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.engine.staging import Staging
+
+pytestmark = pytest.mark.gpu
+SHAPE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512}  # both kernels' shapes
+SMALL = {"max_model_len": 1024, "gpu_memory_utilization": 0.1}
+MAX_TOKENS = 40
+LENGTHS = (1, 5, 15, 16, 17, 64, 220, 255, 256, 257, 600)
+
+
+def make_prompts(lengths=LENGTHS):
+    draw = random.Random(0)
+    return [[draw.randrange(3, 501) for _ in range(length)] for length in lengths]
+
+
+def generate(folder, prompts, params, **options):
+    with LLM(folder, **(SMALL | options)) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output["token_ids"] for output in outputs], llm.engine.scheduler.num_preemptions
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_checkpoint):
+    return tiny_checkpoint(**SHAPE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"async_scheduling": False},
+        {"max_num_batched_tokens": 64},
+        {"max_num_seqs": 3},
+        {"kvcache_block_size": 16, "num_kvcache_blocks": 48, "scheduling_policy": "mixed"},
+        {"attention_backend": "reference"},
+        {"fused_kernels": False},
+    ],
+    ids=repr,
+)
+def test_float32_greedy_tokens_equal_transformers(checkpoint, reference_tokens, options):
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    tokens, _ = generate(checkpoint, make_prompts(), params, dtype="float32", **options)
+    assert tokens == [reference_tokens(checkpoint, p, MAX_TOKENS) for p in make_prompts()]
+
+
+def test_graphs_equal_eager_where_the_kernels_are_the_same(checkpoint):
+    """Sampled tokens of plain layers in bfloat16, graph against eager, bit for bit."""
+    params = [SamplingParams(max_tokens=64, ignore_eos=True, seed=i) for i in range(len(LENGTHS))]
+    runs = [
+        generate(checkpoint, make_prompts(), params, dtype="bfloat16", fast_decode=False, **options)
+        for options in ({}, {"enforce_eager": True})
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_bfloat16_logits_are_near_transformers(checkpoint, reference_model, build_step):
+    ids = torch.tensor(make_prompts([300])[0])
+    positions, meta = build_step([300], [300], [range(2)], 256)
+    with LLM(checkpoint, dtype="bfloat16", **SMALL) as llm, torch.inference_mode():
+        runner = llm.engine.workers
+        fields = {name: getattr(meta, name) for name in meta.__slots__}
+        on_gpu = {k: v.cuda() if torch.is_tensor(v) else v for k, v in fields.items()}
+        hidden = runner.model(ids.cuda(), positions.cuda(), runner.kv_cache, type(meta)(**on_gpu))
+        logits = runner.model.compute_logits(hidden).float().cpu()
+        reference = reference_model(checkpoint)(ids[None]).logits[0]
+    error = (logits - reference).norm() / reference.norm()
+    assert error < 0.03
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 9, 12, 100])
+def test_a_full_batch_of_any_size_has_a_graph(checkpoint, max_num_seqs):
+    """Once, a batch of 12 under max_num_seqs=12 had no graph to run in."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = make_prompts([16] * max_num_seqs)
+    tokens, _ = generate(checkpoint, prompts, params, max_num_seqs=max_num_seqs)
+    assert [len(ids) for ids in tokens] == [8] * max_num_seqs
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(1023, 1), (1023, 2), (1022, 2), (1020, 16)])
+def test_a_sequence_ends_at_the_longest_context(checkpoint, length, max_tokens):
+    """Once, a sequence outgrew the graph's block table."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    tokens, _ = generate(checkpoint, make_prompts([length, 3, 16, 7]), params)
+    assert len(tokens[0]) == min(max_tokens, 1024 - length)
+
+
+def test_input_of_a_running_step_is_not_overwritten():
+    """Once, a pinned buffer was refilled while its copy was still under way."""
+    staging = Staging(EngineConfig("unused", max_num_seqs=8), 1024, torch.device("cuda"))
+    copies = []
+    for step in range(6):
+        torch.cuda._sleep(20_000_000)  # the copies queue up behind it
+        words = torch.full((4096,), step, dtype=torch.int32).numpy()
+        copies.append(staging.upload(words)[:4096].clone())
+    for step, copy in enumerate(copies):
+        assert (copy == step).all()
+
+
+def test_padded_rows_and_old_inputs_change_nothing(checkpoint):
+    """A batch of 3 in a graph of 4, with garbage left in the device buffer and NaN in the cache."""
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    prompts = make_prompts([30, 200, 5])
+    with LLM(checkpoint, dtype="bfloat16", **SMALL) as llm:
+        clean = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+        runner = llm.engine.workers
+        llm.engine.scheduler.block_manager.clear_cache()
+        runner._staging.device_buffer.fill_(2**31 - 1)
+        if runner.attention.name == "triton":  # flash-attn wants a cache free of NaN
+            runner.kv_cache.fill_(float("nan"))
+        again = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+    assert again == clean
+
+
+def test_steady_decode_allocates_nothing_and_replays_every_step(checkpoint, monkeypatch):
+    params = SamplingParams(temperature=0.6, max_tokens=200, ignore_eos=True)
+    prompts = make_prompts([16] * 16)
+    with LLM(checkpoint, dtype="bfloat16", **SMALL) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+        graphs, sizes = llm.engine.workers.graphs, []
+        replay = graphs.replay
+        monkeypatch.setattr(graphs, "replay", lambda size: sizes.append(size) or replay(size))
+        llm.engine.scheduler.block_manager.clear_cache()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        llm.generate(prompts, params, use_tqdm=False)
+        num_allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        assert len(sizes) == llm.stats.num_decode_steps == 199
+    assert num_allocations < 199  # those of the one prefill step
+
+
+def test_full_memory_and_512_rows(checkpoint):
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    with LLM(checkpoint, gpu_memory_utilization=0.95, max_model_len=1024) as llm:
+        outputs = llm.generate(make_prompts([40] * 600), params, use_tqdm=False)
+    assert {len(output["token_ids"]) for output in outputs} == {8}
+
+
+def test_no_memory_left_is_told_with_numbers(checkpoint):
+    with pytest.raises(ConfigError, match=r"weights .* activations .* gpu_memory_utilization"):
+        LLM(checkpoint, gpu_memory_utilization=0.001)
+
+
+def test_memory_comes_back(checkpoint):
+    def free_mib():
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0] >> 20
+
+    with LLM(checkpoint, **SMALL):
+        pass  # what libraries keep for good is taken now
+    before = free_mib()
+    for _ in range(3):
+        llm = LLM(checkpoint, **SMALL)
+        llm.generate([[5, 6, 7]], use_tqdm=False)
+        llm.close()
+        llm.close()
+        assert before - free_mib() < 300
