@@ -123,7 +123,7 @@ class TPWorkers:
 
     def launch(self, batch: BatchInput) -> StepHandle:
         """Start one step on all ranks; Ctrl-C comes before it or after it, never in between."""
-        with self._ending_on(BaseException):
+        with self._ending_on(Exception):
             self._pool.wait_for_room()
         with deferred_interrupt(), self._ending_on(BaseException), self._own_part():
             self._pool.check()

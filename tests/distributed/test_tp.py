@@ -38,17 +38,24 @@ def test_ranks_sample_the_same_tokens(two_ranks, tiny_checkpoint, prompts):
 def test_ctrl_c_leaves_the_ranks_in_step(
     two_ranks, tiny_checkpoint, prompts, greedy_tokens, monkeypatch
 ):
+    """Ctrl-C while rank 0 waited for room in the ring used to close the engine."""
+    pool = two_ranks.engine.workers._pool
     with monkeypatch.context() as patch:
         at_step(patch, two_ranks, 3, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             run(two_ranks, prompts)
-        publish = two_ranks.engine.workers._pool.ring.publish
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "wait_for_room", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run(two_ranks, prompts)
+    with monkeypatch.context() as patch:
+        publish = pool.ring.publish
 
         def interrupted(*message):
             publish(*message)
             signal.raise_signal(signal.SIGINT)  # the others have the step, rank 0 has not
 
-        patch.setattr(two_ranks.engine.workers._pool.ring, "publish", interrupted)
+        patch.setattr(pool.ring, "publish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(two_ranks, prompts)
     assert run(two_ranks, prompts) == greedy_tokens(tiny_checkpoint(tied=False), **TIGHT)
