@@ -222,7 +222,8 @@ class Driver:
     def absorb(self):
         batch, handle = self.in_flight.popleft()
         token_ids = handle.wait()
-        self.num_dropped_tokens += sum(s.is_finished for s in batch.seqs[: batch.num_samples])
+        sampled = batch.seqs[: batch.num_samples]
+        self.num_dropped_tokens += sum(seq.finish_reason is not None for seq in sampled)
         ended = self.scheduler.absorb(batch, token_ids)
         self.scheduler.check_integrity()
         for seq in ended:

@@ -27,8 +27,6 @@ from nanovllm.engine.shm_ring import RingReader
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.distributed import CommunicationError, TPGroup
 
-FAULT_VARIABLE = "NANOVLLM_FAULT"  # "RANK:STEP" makes that rank raise there, for tests of recovery
-
 _SPIN_S = 1.0  # on a GPU, how long to look for the next step without a pause
 _PAUSE_S = 0.0005  # between two looks later on, and on CPU, where rank 0 may need the core
 _IDLE_PAUSE_S = 0.005
@@ -38,7 +36,7 @@ _PARENT_CHECK_S = 1.0
 def main() -> None:
     """Become the rank that the first message on the pipe describes; does not return."""
     pipe_fd, ring_fd = map(int, sys.argv[1:])
-    os.dup2(2, 1)  # stdout is the caller's; what this rank prints is for the eye
+    os.dup2(2, 1)  # stdout is the caller's; what this rank prints goes to stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's to handle
     pipe = Connection(pipe_fd)
     setup = pipe.recv()
@@ -54,14 +52,9 @@ def main() -> None:
 def _serve(setup: RankSetup, pipe: Connection, ring: RingReader) -> None:
     runner = _start(setup)
     pipe.send(Reply(setup.rank, None))
-    fault_step = _fault_step(setup.rank)
-    num_steps = 0
     while True:
         kind, text = _next_message(ring, spin_s=_SPIN_S if runner.device.type == "cuda" else 0.0)
         if kind == STEP:
-            num_steps += 1
-            if num_steps == fault_step:
-                raise RuntimeError(f"{FAULT_VARIABLE} asked for a failure in step {num_steps}")
             runner.launch(decode_step(text))  # the tokens are rank 0's to wait for
         else:
             method, args = decode_call(text)
@@ -85,7 +78,7 @@ def _start(setup: RankSetup) -> ModelRunner:
 
 
 def _next_message(ring: RingReader, spin_s: float) -> tuple[int, bytearray]:
-    """Wait for the ring: at first eagerly, since steps follow one another, then at leisure."""
+    """Wait for the ring: without pauses at first, since steps follow one another, then with."""
     message = ring.poll()
     began = time.monotonic()
     while message is None:
@@ -98,14 +91,8 @@ def _next_message(ring: RingReader, spin_s: float) -> tuple[int, bytearray]:
     return message
 
 
-def _fault_step(rank: int) -> int | None:
-    """The step in which this rank is to raise."""
-    fault_rank, _, step = os.environ.get(FAULT_VARIABLE, "").partition(":")
-    return int(step) if fault_rank == str(rank) else None
-
-
 def _end_with_parent(pipe: Connection, parent_pid: int) -> None:
-    """Wait for the word to end, or for rank 0's death, whatever the main thread is stuck in."""
+    """Wait until rank 0 says to end, or is dead; then end, even if the main thread hangs."""
     try:
         while os.getppid() == parent_pid:
             if pipe.poll(_PARENT_CHECK_S):

@@ -76,11 +76,6 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the sequence has ended, for whatever reason."""
-        return self.finish_reason is not None
-
-    @property
     def is_prefilling(self) -> bool:
         """Whether known tokens remain to be computed before the next one can be sampled."""
         return self.num_computed_tokens < self.prefill_end

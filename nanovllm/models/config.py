@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.integers import divide_up
 from nanovllm.utils.loader import checkpoint_dtype
 
 _NEEDED_KEYS = (
@@ -53,10 +52,6 @@ class DecoderConfig:
     o_bias: bool
     dtype: torch.dtype  # the checkpoint's
     eos_token_ids: tuple[int, ...]  # of config.json only; generation_config.json may add some
-
-    def padded_vocab_size(self, tp_size: int) -> int:
-        """Smallest multiple of `tp_size` that holds the vocabulary; the rest is never sampled."""
-        return divide_up(self.vocab_size, tp_size) * tp_size
 
 
 def load_decoder_config(path: str | Path) -> DecoderConfig:

@@ -8,7 +8,6 @@ import pytest
 from tp_helpers import TIGHT, alive_after, at_step, kill_rank, rank_pids, run
 
 from nanovllm import LLM, ConfigError, WorkerError
-from nanovllm.engine.rank_process import FAULT_VARIABLE
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +80,18 @@ def test_four_ranks_on_two_key_value_heads_and_an_odd_vocabulary(
 def test_a_rank_that_raises_ends_the_engine_with_its_traceback(
     tiny_checkpoint, prompts, monkeypatch
 ):
-    monkeypatch.setenv(FAULT_VARIABLE, "1:3")
     llm = LLM(str(tiny_checkpoint()), tensor_parallel_size=2, **TIGHT)
     pids = rank_pids(llm)
+    at_step(monkeypatch, llm, 3, lambda: llm.engine.workers._pool.call("no_such_method"))
     began = time.monotonic()
     with pytest.raises(
-        WorkerError, match=r"rank 1 raised(?s:.*)Traceback(?s:.*)in step 3"
+        WorkerError, match=r"rank 1 raised(?s:.*)Traceback(?s:.*)no_such_method"
     ) as error:
         run(llm, prompts)
     assert time.monotonic() - began < 10
     assert alive_after(pids, 1) == []
     assert "gloo" not in str(error.value)
-    with pytest.raises(WorkerError, match="in step 3"):
+    with pytest.raises(WorkerError, match="no_such_method"):
         run(llm, prompts)
     llm.close()
 

@@ -129,11 +129,6 @@ def test_head_dim_and_kv_heads_have_defaults():
     assert (config.head_dim, config.num_kv_heads) == (64, 16)
 
 
-@pytest.mark.parametrize(("tp_size", "expected"), [(1, 151936), (3, 151938), (8, 151936)])
-def test_padded_vocab_size(tp_size, expected):
-    assert read().padded_vocab_size(tp_size) == expected
-
-
 # What follows reads files, through transformers' AutoConfig.
 
 
