@@ -5,6 +5,7 @@ Which batches are decode-only is the scheduler's decision; padding them to a cap
 """
 
 import bisect
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from nanovllm.engine.dummy_batches import dummy_decode
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
+
+logger = logging.getLogger("nanovllm")
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -48,8 +51,13 @@ class CudaGraphs:
             pool = pool or graph.pool()
             self._graphs[size] = graph
         torch.cuda.synchronize(runner.device)
-        self.capture_s = time.perf_counter() - began
-        self.num_bytes = free_before - torch.cuda.mem_get_info(runner.device)[0]
+        num_bytes = free_before - torch.cuda.mem_get_info(runner.device)[0]
+        logger.info(
+            "%d decode graphs captured in %.1f s, %.2f GiB",
+            len(self._graphs),
+            time.perf_counter() - began,
+            num_bytes / 2**30,
+        )
 
     def replay(self, size: int) -> Tensor:  # int32 [size]
         """Run the captured step on the device buffer; the result lives until the next replay."""

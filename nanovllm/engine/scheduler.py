@@ -322,11 +322,10 @@ class Scheduler:
         moved = [seq for seq in self._about_to_end if seq.finish_reason is None]
         self._about_to_end = []
         if moved:
-            gone = {seq.seq_id for seq in moved}
-            self.running = [seq for seq in self.running if seq.seq_id not in gone]
-            self.ending += moved
             for seq in moved:
                 self._free_row(seq)
+            self.running = [seq for seq in self.running if seq.row is not None]
+            self.ending += moved
 
     def _retire(self, finished: list[Sequence]) -> None:
         for seq in finished:

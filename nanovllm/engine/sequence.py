@@ -3,9 +3,12 @@
 Torch-free. Who runs when is the scheduler's business; which blocks exist is the block manager's.
 """
 
+from dataclasses import InitVar, dataclass, field
+
 from nanovllm.sampling_params import SamplingParams
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """One request in the engine.
 
@@ -13,52 +16,29 @@ class Sequence:
     is what lets the next step be scheduled while this one runs.
     """
 
-    __slots__ = (
-        "block_keys",
-        "block_table",
-        "finish_reason",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_in_flight_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_shared_blocks",
-        "params",
-        "prefill_end",
-        "row",
-        "seed",
-        "seq_id",
-        "table_version",
-        "token_ids",
-    )
+    seq_id: int
+    token_ids: list[int]  # every token whose value is known; at first a copy of the prompt
+    params: SamplingParams
+    max_model_len: InitVar[int]
+    seed: int = 0  # 64-bit key of this request's sampling noise
+    num_prompt_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)  # of prompt and output; it ends with "length" there
+    num_in_flight_tokens: int = 0  # 1 while a launched step samples for this sequence
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache, launched steps included
+    prefill_end: int = 0  # tokens [0, prefill_end) are computed as prefill
+    num_cached_tokens: int = 0  # prefix-cache hits at first admission (a statistic)
+    num_shared_blocks: int = 0  # leading blocks that were cache hits at the last admission
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)  # blocks of tokens [0, num_tokens)
+    table_version: int = 0  # changes with every change of block_table
+    block_keys: list[int] = field(default_factory=list)  # chained hash of each full block, as asked
+    row: int | None = None  # row of the token store while running
+    finish_reason: str | None = None  # "stop" | "length" | "abort"
 
-    def __init__(
-        self,
-        seq_id: int,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        max_model_len: int,
-        seed: int = 0,
-    ) -> None:
-        self.seq_id = seq_id
-        self.params = params
-        self.seed = seed  # 64-bit key of this request's sampling noise
-        self.token_ids = list(prompt_token_ids)  # every token whose value is known
-        self.num_prompt_tokens = len(prompt_token_ids)
-        # prompt and output together; reaching it ends the sequence with "length"
-        self.max_num_tokens = min(len(prompt_token_ids) + params.max_tokens, max_model_len)
-        self.num_in_flight_tokens = 0  # 1 while a launched step samples for this sequence
-        self.num_computed_tokens = 0  # tokens whose KV is in the cache, launched steps included
-        self.prefill_end = 0  # tokens [0, prefill_end) are computed as prefill
-        self.num_cached_tokens = 0  # prefix-cache hits at first admission (a statistic)
-        self.num_shared_blocks = 0  # leading blocks that were cache hits at the last admission
-        self.num_preemptions = 0
-        self.block_table: list[int] = []  # ids of the blocks that hold tokens [0, num_tokens)
-        self.table_version = 0  # changes with every change of block_table
-        self.block_keys: list[int] = []  # chained hash of each full block of known tokens, as asked
-        self.row: int | None = None  # row of the token store while running
-        self.finish_reason: str | None = None  # "stop" | "length" | "abort"
+    def __post_init__(self, max_model_len: int) -> None:
+        self.token_ids = list(self.token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_num_tokens = min(len(self.token_ids) + self.params.max_tokens, max_model_len)
 
     @property
     def num_tokens(self) -> int:

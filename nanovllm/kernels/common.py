@@ -4,14 +4,12 @@ Each runs compiled and under TRITON_INTERPRET=1; what the interpreter cannot do 
 bfloat16 products) sits behind the constexpr INTERPRET. No kernels here.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRET = tl.constexpr(
-    os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
-)
+from nanovllm.utils.device import is_triton_interpreted
+
+INTERPRET = tl.constexpr(is_triton_interpreted())
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Score of a masked token: finite, so that a wholly masked row never computes inf - inf.
@@ -85,7 +83,7 @@ def log2_noise(token_ids, s0, s1):
     z *= 0xD35A2D97
     z ^= z >> 15
     v = _one_to_two(z) - 0.99999994
-    # -ln(1 - v): the fast logarithm has no digits left near 0, where winners live; there two terms
+    # -ln(1 - v): the fast logarithm has no digits left near 0, where the best are; there two terms
     # of the series are exact, and elsewhere they are too small. Lowering the other side by the
     # logarithm's error bound makes the maximum right to 4e-5 everywhere, without a select.
     e = tl.maximum(v * (0.5 * v) + v, fast_log2(1.0 - v) * -LN2 - 2.5e-7)

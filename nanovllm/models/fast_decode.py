@@ -6,7 +6,6 @@ Sampling and the graphs themselves are the engine's.
 """
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.models.config import DecoderConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.utils.device import is_triton_interpreted
 
 MAX_LINEAR_ROWS = 64  # largest batch of our own products; cuBLAS above
 WIDE = 4096  # hidden size from which cuBLAS wins at half of that
@@ -66,7 +66,7 @@ class FastDecode:
         """Why this model cannot decode this way here, or None; the plain forward always can."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        if device.type != "cuda" and not is_triton_interpreted():
             return f"it needs an NVIDIA GPU, and the device is {str(device)!r}"
         if dtype not in (torch.bfloat16, torch.float16):
             return f"it computes in bfloat16 and float16, not {dtype}"

@@ -56,6 +56,11 @@ def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype
     return dtype
 
 
+def is_triton_interpreted() -> bool:
+    """Whether TRITON_INTERPRET makes Triton run its kernels in Python, on the CPU."""
+    return os.environ.get("TRITON_INTERPRET", "").strip().lower() in ("1", "true", "on", "yes", "y")
+
+
 def free_host_bytes() -> int:
     """Memory of this machine that is free now; half of all of it where the system does not tell."""
     try:

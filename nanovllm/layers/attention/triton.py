@@ -5,12 +5,12 @@ Needs nothing but triton and takes float32 in full precision. The kernels are in
 """
 
 import importlib.util
-import os
 
 import torch
 from torch import Tensor
 
 from nanovllm.utils.context import AttentionMetadata, LayerKV
+from nanovllm.utils.device import is_triton_interpreted
 
 _MAX_ARRIVALS = 1 << 17  # batch size times kv heads of the largest decode step
 
@@ -35,8 +35,7 @@ class TritonAttention:
         """Say why this backend cannot run here, or None if it can."""
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed; install it or use attention_backend='reference'"
-        interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes")
-        if device.type != "cuda" and not (interpreted and device.type == "cpu"):
+        if device.type != "cuda" and not is_triton_interpreted():
             return (
                 f"the Triton kernels need an NVIDIA GPU, the device is {device.type!r}; "
                 "use attention_backend='reference' (TRITON_INTERPRET=1 runs them on CPU, for tests)"
