@@ -1,4 +1,7 @@
-"""nanovllm: offline batch inference of language models."""
+"""nanovllm: offline batch inference of decoder-only language models. Not a server.
+
+Exports what users need; everything else is reached through the submodules.
+"""
 
 from pathlib import Path
 

@@ -39,9 +39,7 @@ class EngineConfig:
     """
 
     model: str  # local folder of a Hugging Face checkpoint, or a hub id
-    max_num_batched_tokens: int = (
-        16384  # new tokens in one step; longer prompts are prefilled in chunks
-    )
+    max_num_batched_tokens: int = 16384  # new tokens in a step; longer prompts come in chunks
     max_num_seqs: int = 512  # sequences running at once
     max_model_len: int = 4096  # prompt + output tokens of one sequence; bounded by the checkpoint
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory for weights, activations and KV

@@ -1,4 +1,7 @@
-"""What `LLM.generate` returns: nano-vllm's dict, with the attributes of vLLM's `RequestOutput`."""
+"""What `LLM.generate` returns: nano-vllm's dict, with the attributes of vLLM's `RequestOutput`.
+
+Plain values only; turning tokens into text is done in `llm.py`.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -14,10 +14,8 @@ from nanovllm.utils.integers import divide_up
 
 _FIRST_GUESS = 32  # output tokens, before any answer has ended
 _MAX_MOMENTS = 64  # at which demand is summed up: more would cost more than a guess is worth
-_RISE, _FALL = (
-    1 / 2,
-    1 / 16,
-)  # steps towards a longer / shorter answer: the guess sits in the upper quarter
+# steps towards a longer and a shorter answer: the guess stays in the upper quarter of lengths
+_RISE, _FALL = 1 / 2, 1 / 16
 
 
 class AdmissionReserve:

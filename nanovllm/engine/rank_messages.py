@@ -1,4 +1,4 @@
-"""What rank 0 and the other tensor-parallel ranks say to each other.
+"""The messages between rank 0 and the other tensor-parallel ranks.
 
 Steps and calls go to all ranks through the shared-memory ring; what each rank answers, and its
 set-up before, goes through its own pipe.
@@ -77,7 +77,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The last word of a rank that raised."""
+    """What a rank that raised sends before it ends."""
 
     rank: int
     traceback: str

@@ -1,4 +1,4 @@
-"""The processes of ranks 1 and up as rank 0 sees them: started, spoken to, watched, ended.
+"""The processes of ranks 1 and up as rank 0 sees them: started, told what to do, watched, ended.
 
 Knows messages and processes; models and devices are `tp_workers.py`'s.
 """
@@ -20,14 +20,12 @@ from nanovllm.errors import WorkerError
 
 _POLL_S = 0.2  # how often a wait looks whether a rank has failed
 _FULL_RING_S = 300.0  # a rank that takes no message for so long is given up
-_LAST_WORDS_S = 1.0  # after one rank's failure, for others to report theirs: whose was the first?
-_GOODBYE_S = 5.0  # for a rank to end by itself before it is killed
+_REPORT_S = 1.0  # after one rank's failure, for others to report theirs: whose was the first?
+_EXIT_S = 5.0  # for a rank to end by itself before it is killed
 
 
 class RankPool:
     """The other ranks' processes. Once one of them fails, all are ended and `failure` says why."""
-
-    failure: str | None = None
 
     def __init__(self, setups: list[RankSetup], abort: Callable[[], None]) -> None:
         """Start one process per set-up.
@@ -36,6 +34,7 @@ class RankPool:
             abort: leaves the group, ending collectives that rank 0 is stuck in; called once, from
                 another thread, when a rank has failed or all have ended.
         """
+        self.failure: str | None = None
         self._abort = abort
         self._is_ending = False
         self._has_failed = threading.Event()
@@ -126,7 +125,7 @@ class RankPool:
                     pipe.send(None)
                 except OSError:  # it has gone already
                     continue
-        deadline = time.monotonic() + (_GOODBYE_S if self.failure is None else 0.0)
+        deadline = time.monotonic() + (_EXIT_S if self.failure is None else 0.0)
         for process in self._processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -138,10 +137,10 @@ class RankPool:
     def join(self) -> None:
         """After `end`: wait, but not for ever, until rank 0 has left the group."""
         if self._watcher.ident is not None:
-            self._watcher.join(_GOODBYE_S)
+            self._watcher.join(_EXIT_S)
 
     def _watch(self) -> None:
-        """Receive all that the ranks say until they are gone, then leave the group.
+        """Receive the ranks' messages until they are gone, then leave the group.
 
         This thread does it because leaving may block, and because Python starts no thread any more
         once the program is at its end.
@@ -156,7 +155,7 @@ class RankPool:
                 if not self._receive(pipe):
                     dead.append(pipes.pop(pipe))
             if (dead or self._failures) and deadline is None and not self._is_ending:
-                deadline = time.monotonic() + _LAST_WORDS_S
+                deadline = time.monotonic() + _REPORT_S
         if not self._is_ending:
             self.fail(self._explain(dead))
             for process in self._processes.values():
@@ -188,7 +187,7 @@ class RankPool:
     def _how_it_ended(self, rank: int) -> str:
         process = self._processes[rank]
         try:
-            code = process.wait(_GOODBYE_S)
+            code = process.wait(_EXIT_S)
         except subprocess.TimeoutExpired:
             return f"(process {process.pid}) closed its pipe"
         if code < 0:

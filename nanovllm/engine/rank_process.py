@@ -27,8 +27,8 @@ from nanovllm.engine.shm_ring import RingReader
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.distributed import CommunicationError, TPGroup
 
-_SPIN_S = 1.0  # on a GPU, how long to look for the next step without a pause
-_PAUSE_S = 0.0005  # between two looks later on, and on CPU, where rank 0 may need the core
+_SPIN_S = 1.0  # on a GPU, how long to poll for the next step without a pause
+_PAUSE_S = 0.0005  # between two polls later on, and on CPU, where rank 0 may need the core
 _IDLE_PAUSE_S = 0.005
 _PARENT_CHECK_S = 1.0
 

@@ -1,4 +1,7 @@
-"""A launched step whose sampled tokens are on their way to the host."""
+"""A launched step whose sampled tokens are on their way to the host.
+
+Starting the step and the copy is the model runner's; applying the tokens is the scheduler's.
+"""
 
 from typing import Protocol
 

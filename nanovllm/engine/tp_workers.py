@@ -189,7 +189,7 @@ class TPWorkers:
         try:
             yield
         except kind as error:
-            is_ours = self._pool.find_failure(_time_for_a_verdict(error)) is None
+            is_ours = self._pool.find_failure(_seconds_to_find_cause(error)) is None
             self._pool.fail(f"rank 0 raised {error!r}")
             self.close()
             if is_ours or isinstance(error, NanoVLLMError) or not isinstance(error, Exception):
@@ -197,8 +197,8 @@ class TPWorkers:
             raise self._pool.error() from error
 
 
-def _time_for_a_verdict(error: BaseException) -> float:
-    """Seconds to wait for the news that another rank's death is behind an error on rank 0."""
+def _seconds_to_find_cause(error: BaseException) -> float:
+    """How long to wait for a sign that another rank's death caused an error on rank 0."""
     if isinstance(error, CommunicationError):
         return 8.0
     is_torchs = isinstance(error, RuntimeError) and not isinstance(error, NanoVLLMError)
@@ -226,7 +226,7 @@ def _check_divisible(model: DecoderConfig, size: int) -> None:
 
 
 def _aborter(lock: threading.Lock, communicator: Communicator) -> Callable[[], None]:
-    """A function that ends rank 0's collectives, but not in the midst of launching them."""
+    """A function that ends rank 0's collectives, but not while they are being launched."""
 
     def abort() -> None:
         if lock.acquire(timeout=1.0):  # else rank 0 is stuck in there

@@ -50,8 +50,8 @@ def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int)
 def decode_attention(
     qkv: Tensor,  # [B, (Hq + 2 Hkv) * D] raw products of this step's tokens
     k_cache: Tensor,  # [num_blocks, S, Hkv, D]
-    v_cache: Tensor,
-    block_tables: Tensor,  # int32 [B, W]
+    v_cache: Tensor,  # as k_cache
+    block_tables: Tensor,  # int32 [B, max_blocks]
     seqlens_k: Tensor,  # int32 [B] tokens attended to, the new one included; 0 = padded row
     slot_mapping: Tensor,  # int32 [B] cache row of the new token; -1 = do not store
     cos_sin: Tensor,  # float32 [positions, D]: cosines, then sines

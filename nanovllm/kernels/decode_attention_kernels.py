@@ -1,7 +1,7 @@
 """Kernels of the fused decode attention; `decode_attention.py` chooses between them.
 
-They share all but their loop: `one_tile_kernel` has its cached tokens on the way before the qkv
-product is finished, for small batches; `pipelined_kernel` streams long pieces, for large ones.
+They share all but their loop: `one_tile_kernel`, for small batches, loads its cached tokens before
+the qkv product is finished; `pipelined_kernel`, for large ones, streams long pieces.
 """
 
 import triton
@@ -191,7 +191,7 @@ def one_tile_kernel(
     t = tl.arange(0, SPLIT)
     rows = cache_rows(table_ptr, start, end, SPLIT, PAGE)[:, None] * (HKV * D) + head
     mask = start + t < end
-    # Everything up to the wait was there before this step, and hides behind the qkv product.
+    # Everything up to the wait was there before this step, so it is read during the qkv product.
     k = tl.load(k_cache_ptr + rows, mask=mask[:, None], other=0.0)
     v = tl.load(v_cache_ptr + rows, mask=mask[:, None], other=0.0)
     qa, qb = _rope_factors(cos_sin_ptr, q_weight_ptr, position, D, QK_NORM)
@@ -329,7 +329,7 @@ def pipelined_kernel(
     if ONE_PAGE:
         page_row = tl.load(table_ptr + start // PAGE).to(tl.int64) * PAGE
     if PDL:
-        gdc_wait()  # without letting successors in: they would take shared memory from this loop
+        gdc_wait()  # no dependents yet: they would take shared memory from this loop
     qkv_ptr += b * ((G + 2) * HKV * D)
     q = _query(qkv_ptr + h * (G * D), qa, qb, eps, G, R, D, QK_NORM)
     scale *= LOG2E

@@ -1,4 +1,7 @@
-"""First kernel of a decode step: look the new tokens up in the embedding table."""
+"""First kernel of a decode step: look the new tokens up in the embedding table.
+
+With several ranks the result is this rank's part; summing the parts is the caller's.
+"""
 
 import triton
 import triton.language as tl
@@ -9,10 +12,10 @@ from nanovllm.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 
 @triton.jit(do_not_specialize=["vocab_start", "num_rows"])
 def _embed_kernel(
-    ids_ptr,
-    table_ptr,
-    out_ptr,
-    squares_ptr,
+    ids_ptr,  # int32 [B]
+    table_ptr,  # [V, C]
+    out_ptr,  # [B, C]
+    squares_ptr,  # float32 [NUM_PARTIALS, B]
     vocab_start,
     num_rows,
     C,

@@ -17,11 +17,11 @@ EARLY_CHUNKS = 3  # loaded before the wait: 48 registers a thread at 4 rows; mor
 
 @triton.jit
 def _gemv_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_ptr,
-    norm_weight_ptr,
+    x_ptr,  # [K]
+    weight_ptr,  # [N, K]
+    out_ptr,  # [N], or [N / 2] with SILU
+    residual_ptr,  # [N]
+    norm_weight_ptr,  # [K]
     N,
     eps,
     K: tl.constexpr,

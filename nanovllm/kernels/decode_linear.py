@@ -1,11 +1,8 @@
-"""Products of up to 64 rows with a weight matrix, fused with the norm before them and the residual
-addition or SiLU after them.
+"""Products of up to 64 rows with a weight matrix, fused with the norm before and what comes after.
 
 The weight is the tall operand of the tensor cores ("swap AB"), so few input rows waste little.
-Normalising inside the loop costs several times the product. Therefore the norm weight is folded
-into the weight beforehand, the raw residual stream goes in, and the result's rows are scaled by
-1 / rms. The sums of squares for that come from the kernel that wrote the stream, one partial sum
-per BLOCK_N columns: no atomics, a fixed order, the same bits every time.
+Norm weights are folded into it, the raw stream goes in, and result rows are scaled by 1 / rms from
+sums of squares that the stream's writer left, one per BLOCK_N columns: no atomics, a fixed order.
 """
 
 import triton
@@ -22,10 +19,10 @@ MAX_SPLITS = 8
 
 @triton.jit(do_not_specialize=["M"])  # one binary for all batch sizes of a tile
 def _linear_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_ptr,
+    x_ptr,  # [M, K]
+    weight_ptr,  # [N, K]
+    out_ptr,  # [M, N], or [M, N / 2] with SILU
+    residual_ptr,  # [M, N]
     squares_in_ptr,  # float32 [K / BLOCK_N, M]
     squares_out_ptr,  # float32 [N / BLOCK_N, M]
     partial_ptr,  # float32 [SPLIT_K, M, N]
@@ -51,8 +48,8 @@ def _linear_kernel(
     rows_m = tl.arange(0, BLOCK_M)
     cols = pid_k * split + tl.arange(0, BLOCK_K)
     if PDL:
-        # Up to 2 KB of every row travel to L2 during the wait: all of it in small models; in large
-        # ones, more would push out what other programs asked for.
+        # Up to 2 KB of every row are fetched to L2 during the wait: all of it in small models; in
+        # large ones, more would evict what other programs fetched.
         tl.inline_asm_elementwise(
             "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r",
@@ -65,10 +62,11 @@ def _linear_kernel(
             pack=1,
         )
         gdc_wait()
-        # Only now: successors that start earlier take the slots of this kernel's own programs.
+        # Only now: dependents that start earlier take the slots of this kernel's own programs.
         gdc_launch_dependents()
     mask_m = rows_m < M
     if SQUARES > 0:
+        # The result is scaled, not x: normalising in the loop would cost several times the product.
         p = tl.arange(0, SQUARES)
         partial_squares = tl.load(
             squares_in_ptr + p[:, None] * M + rows_m[None, :],
@@ -147,11 +145,12 @@ def linear(
     counts: Tensor,  # int32 [>= N / 64], zeros; zeros again afterwards
     *,
     eps: float = 0.0,
-    squares_in: Tensor | None = None,  # float32 [K / 64 * M], row [p, :M] of part p: divide row m
-    # of the result by sqrt(sum_p squares_in[p, m] / K + eps)
+    # float32 [K / 64 * M], read as [K / 64, M]: row m of the result is divided by
+    # sqrt(sum_p squares_in[p, m] / K + eps)
+    squares_in: Tensor | None = None,
     residual: Tensor | None = None,  # [M, N], may be `out`: out = residual + x @ weight.T
-    squares_out: Tensor
-    | None = None,  # float32 [N / 64 * M], with residual: partial sums of squares of out
+    # float32 [N / 64 * M], with residual: partial sums of squares of out
+    squares_out: Tensor | None = None,
     silu: bool = False,  # weight rows are gate, up, gate, up, ...: out = silu(gate) * up
     pdl: bool = False,
 ) -> None:

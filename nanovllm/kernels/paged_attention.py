@@ -153,15 +153,15 @@ def _publish_split(
 
 @triton.jit
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
+    q_ptr,  # [B, Hq, D], rows q_stride apart
+    k_ptr,  # [num_blocks, S, Hkv, D]
     v_ptr,
-    out_ptr,
-    tables_ptr,
-    seqlens_ptr,
-    partial_ptr,
-    lse_ptr,
-    arrivals_ptr,
+    out_ptr,  # [B, Hq, D]
+    tables_ptr,  # int32 [B, max_blocks], rows table_stride apart
+    seqlens_ptr,  # int32 [B]
+    partial_ptr,  # float32 [B, Hkv, splits, GROUP, D]
+    lse_ptr,  # float32 [B, Hkv, splits, GROUP]
+    arrivals_ptr,  # int32 [B, Hkv]
     qk_scale,
     q_stride,
     table_stride,

@@ -16,13 +16,13 @@ from nanovllm.utils.context import LayerKV
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr,
-    k_ptr,
+    q_ptr,  # [N, Hq, D], rows q_stride apart
+    k_ptr,  # [num_blocks, S, Hkv, D]
     v_ptr,
-    out_ptr,
-    tables_ptr,
-    cu_seqlens_q_ptr,
-    seqlens_k_ptr,
+    out_ptr,  # [N, Hq, D]
+    tables_ptr,  # int32 [B, max_blocks], rows table_stride apart
+    cu_seqlens_q_ptr,  # int32 [B + 1]
+    seqlens_k_ptr,  # int32 [B]
     qk_scale,
     q_stride,
     table_stride,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
+    x_ptr,  # [N, WIDTH]
+    residual_ptr,  # [N, WIDTH], updated with ADD
+    weight_ptr,  # [WIDTH]
+    out_ptr,  # [N, WIDTH]
     x_stride,
     residual_stride,
     eps,

@@ -24,14 +24,14 @@ def _norm_half(half, scale, q_weight_ptr, k_weight_ptr, is_k, dtype: tl.constexp
 
 @triton.jit
 def _qk_norm_rope_store_kernel(
-    qkv_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    k_cache_ptr,
+    qkv_ptr,  # [N, (Hq + 2 Hkv) * D], q and k overwritten
+    positions_ptr,  # int [N]
+    cos_sin_ptr,  # float32 [max_positions, D]
+    q_weight_ptr,  # [D]
+    k_weight_ptr,  # [D]
+    k_cache_ptr,  # [num_blocks, S, Hkv, D]
     v_cache_ptr,
-    slots_ptr,
+    slots_ptr,  # int32 [N]
     qkv_stride,
     cache_stride,
     eps,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nanovllm.kernels.common import LN2, LOG2E, log2_noise, noise_keys
 
-# Below this temperature the noise cannot change the argmax in practice and the scaled logits
-# would leave float32's comfortable range.
+# As `GREEDY_BELOW` of the torch twin, and for its reasons.
 GREEDY_TEMPERATURE = tl.constexpr(1e-4)
 
 
@@ -45,11 +44,11 @@ def _scores(row_ptr, cols, num_valid, vocab_start, sampled, scale, s0, s1, MASK:
 
 @triton.jit
 def _chunk_max_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    chunk_max_ptr,
+    logits_ptr,  # [B, V]
+    temperatures_ptr,  # float32 [B]
+    seeds_ptr,  # int32 [B, 2]
+    positions_ptr,  # int32 [B]
+    chunk_max_ptr,  # float32 [B, num_chunks], written
     row_stride,
     vocab_start,
     num_valid,
@@ -75,8 +74,8 @@ def _pick_kernel(
     seeds_ptr,
     positions_ptr,
     chunk_max_ptr,
-    scores_ptr,
-    ids_ptr,
+    scores_ptr,  # float32 [B], written
+    ids_ptr,  # int32 [B], written
     row_stride,
     vocab_start,
     num_valid,
@@ -103,13 +102,13 @@ def _pick_kernel(
 
 
 def sample(
-    logits: Tensor,  # [S, V], rows contiguous; float32, bfloat16 or float16
-    temperatures: Tensor,  # float32 [S]
-    seeds: Tensor,  # int32 [S, 2]
-    positions: Tensor,  # int32 [S] index of the token being sampled
+    logits: Tensor,  # [B, V], rows contiguous; float32, bfloat16 or float16
+    temperatures: Tensor,  # float32 [B]
+    seeds: Tensor,  # int32 [B, 2]
+    positions: Tensor,  # int32 [B] index of the token being sampled
     vocab_start: int,
     num_valid: int,
-) -> tuple[Tensor, Tensor]:  # float32 [S], int32 [S]
+) -> tuple[Tensor, Tensor]:  # float32 [B], int32 [B]
     """Draw one token per row of this rank's vocabulary shard; return (scores, token ids).
 
     Column j is token `vocab_start + j`; columns from `num_valid` on are padding. The score is the

@@ -13,8 +13,8 @@ _BLOCK = 1024
 
 @triton.jit
 def _silu_and_mul_kernel(
-    gate_up_ptr,
-    out_ptr,
+    gate_up_ptr,  # [N, 2 * WIDTH]
+    out_ptr,  # [N, WIDTH]
     row_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,9 +43,7 @@ def silu_and_mul(
 ) -> Tensor:  # [N, I]
     """Return silu(gate) * up, computed in float32.
 
-    Args:
-        gate_up: all gates then all ups, or g0, u0, g1, u1, ... if `interleaved`.
-        interleaved: which of the two orders the columns have.
+    Columns are all gates then all ups, or g0, u0, g1, u1, ... if `interleaved`.
     """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1, "silu_and_mul needs contiguous rows"

@@ -1,4 +1,7 @@
-"""SwiGLU's elementwise part: the torch twin of `kernels/silu_and_mul.py`."""
+"""SwiGLU's elementwise part: the torch twin of `kernels/silu_and_mul.py`.
+
+The products before and after it are `linear.py`'s.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -12,9 +12,7 @@ from torch import Tensor
 # The noise spans about 20, so here it could only swap logits closer than 0.002; and logit / T would
 # overflow at tiny temperatures.
 GREEDY_BELOW = 1e-4
-_CHUNK_ELEMENTS = (
-    1 << 22
-)  # scratch memory: about five int32 or float32 arrays of this many elements
+_CHUNK_ELEMENTS = 1 << 22  # of scratch memory: about five int32 or float32 arrays of this size
 
 # The odd multipliers and offsets of the hash, as the int32 numbers with the same bits.
 _GOLDEN = 0x9E3779B1 - (1 << 32)

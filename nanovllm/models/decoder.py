@@ -99,9 +99,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.ops = ops
-        self.interleaved = (
-            False  # rows of gate_up_proj are g0, u0, g1, u1, ...; set by who reorders them
-        )
+        self.interleaved = False  # gate_up_proj has been reordered to g0, u0, g1, u1, ...
         sizes: dict[str | None, int] = {
             "gate": config.intermediate_size,
             "up": config.intermediate_size,

@@ -1,4 +1,7 @@
-"""Qwen3 (dense): what distinguishes it, as data for `decoder.py`."""
+"""Qwen3 (dense): what distinguishes it, as data for `decoder.py`.
+
+No layer is defined here.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,7 @@
-"""Collectives between CPU ranks: gloo on the loopback device, meeting in a private folder."""
+"""Collectives between CPU ranks: gloo on the loopback device, meeting in a private folder.
+
+Creating and deleting that folder is the caller's.
+"""
 
 import datetime
 import os

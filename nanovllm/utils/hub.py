@@ -1,4 +1,7 @@
-"""From a model's name to its folder, and what lies in that folder beside the weights."""
+"""From a model's name to its folder, and what lies in that folder beside weights and shapes.
+
+Weights are `loader.py`'s, config.json's shapes are `models/config.py`'s.
+"""
 
 import json
 import re

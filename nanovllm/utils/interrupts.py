@@ -1,4 +1,7 @@
-"""Ctrl-C at the right moment: put off while something happens that must not be left half done."""
+"""Ctrl-C put off while something runs that must not be left half done.
+
+What to undo after an interrupt is up to whoever catches KeyboardInterrupt.
+"""
 
 import contextlib
 import os

@@ -15,14 +15,10 @@ from nanovllm.errors import ConfigError
 from nanovllm.utils.distributed import CommunicationError
 
 _LIBRARY = "libnccl.so.2"  # loaded by torch already, so found under this name wherever it lies
-_SUM = 0  # ncclSum
+_SUM = 0  # ncclSum of ncclRedOp_t
 _INT8 = 0  # ncclInt8
-_DTYPES = {
-    torch.int32: 2,
-    torch.float16: 6,
-    torch.float32: 7,
-    torch.bfloat16: 9,
-}  # ncclDataType_t
+# ncclDataType_t
+_DTYPES = {torch.int32: 2, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 
 
 class _UniqueId(ctypes.Structure):
