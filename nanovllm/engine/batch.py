@@ -151,13 +151,13 @@ class BatchBuilder:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        find_graph_size: Callable[[int], int | None] = lambda num_seqs: None,
+        find_graph_size: Callable[[int], int] | None = None,
     ) -> None:
         """Create a builder.
 
         Args:
-            find_graph_size: the padded size of a decode step of so many sequences that has a CUDA
-                graph, or None.
+            find_graph_size: the size of the CUDA graph that holds a decode step of so many
+                sequences; None = there are no graphs.
         """
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -176,7 +176,9 @@ class BatchBuilder:
         starts = np.array(batch.starts, np.int32)
         seqlens_k = starts + np.array(batch.num_new_tokens, np.int32)
         is_decode = batch.num_decode_seqs == num_seqs
-        size = self._find_graph_size(num_seqs) if is_decode and not batch.block_copies else None
+        size = None
+        if self._find_graph_size is not None and is_decode and not batch.block_copies:
+            size = self._find_graph_size(num_seqs)
         if size is not None:
             header = decode_header(size, num_seqs, self._full_width, self._max_model_len)
         else:

@@ -46,7 +46,8 @@ class CudaGraphs:
             batch = dummy_decode(runner, size, device_buffer)
             runner.decode(batch)  # compiles and warms up what may not run first under capture
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            # thread_local: other threads, such as the tokenizer's, may use CUDA meanwhile
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._token_ids[size] = runner.decode(batch)
             pool = pool or graph.pool()
             self._graphs[size] = graph

@@ -84,10 +84,10 @@ class LLMEngine:
             self.eos_token_ids = find_eos_token_ids(
                 folder, model_config.eos_token_ids, self.tokenizer
             )
+            self._report(num_blocks)
         except BaseException:
             self.workers.close()
             raise
-        self._report(num_blocks)
         self.limits = RequestLimits(
             model_config.vocab_size, self.max_model_len, config.kvcache_block_size, num_blocks
         )
@@ -100,13 +100,11 @@ class LLMEngine:
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.scheduling_policy,
         )
+        find_graph_size = None
+        if self.workers.uses_graphs:
+            find_graph_size = graph_size_finder(config.max_num_seqs)
         self._builder = BatchBuilder(
-            config.max_num_seqs,
-            self.max_model_len,
-            config.kvcache_block_size,
-            graph_size_finder(config.max_num_seqs)
-            if self.workers.uses_graphs
-            else (lambda _: None),
+            config.max_num_seqs, self.max_model_len, config.kvcache_block_size, find_graph_size
         )
         self._seeds = random.Random(config.seed)  # None: from the operating system
         self._num_added = 0

@@ -191,6 +191,8 @@ class ModelRunner:
                     self.decode(dummy_decode(self, size))
                     self.token_store.zero_()
         except Exception as error:  # it leans on Triton's internals; the real launches will tell
+            if self.tp.size > 1:
+                raise  # the other ranks are in the midst of collectives
             logger.warning("kernels will be compiled one by one: %r", error)
 
     @torch.inference_mode()

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from triton.runtime import jit
 from triton.runtime._async_compile import AsyncCompileMode
 
+_PATCHING = threading.Lock()  # engines that start in several threads take turns
+
 
 @contextmanager
 def compile_ahead() -> Iterator[None]:
@@ -21,19 +23,20 @@ def compile_ahead() -> Iterator[None]:
     Everything else runs as usual, on whatever the launches did not write. On leaving, all kernels
     have been compiled. Triton offers that only launch by launch (`warmup=True`), hence the patch.
     """
-    launch, owner = jit.JITFunction.run, threading.get_ident()
+    with _PATCHING:
+        launch, owner = jit.JITFunction.run, threading.get_ident()
 
-    def compile_only(self, *args, **kwargs):
-        if threading.get_ident() == owner:
-            kwargs["warmup"] = True
-        return launch(self, *args, **kwargs)
+        def compile_only(self, *args, **kwargs):
+            if threading.get_ident() == owner:
+                kwargs["warmup"] = True
+            return launch(self, *args, **kwargs)
 
-    jit.JITFunction.run = compile_only
-    try:
-        with (
-            ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
-            AsyncCompileMode(threads),
-        ):
-            yield
-    finally:
-        jit.JITFunction.run = launch
+        jit.JITFunction.run = compile_only
+        try:
+            with (
+                ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
+                AsyncCompileMode(threads),
+            ):
+                yield
+        finally:
+            jit.JITFunction.run = launch

@@ -1,6 +1,7 @@
 """example.py and bench.py as a user runs them, on a machine without a GPU."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
+    # one thread: on a busy machine several would wait for each other
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
