@@ -76,13 +76,14 @@ class EngineConfig:
             raise ConfigError(f"device={self.device!r} must be 'auto', 'cpu', 'cuda' or 'cuda:N'")
 
     def _check_numbers(self) -> None:
-        for name in _POSITIVE:
-            _check_int(name, getattr(self, name), low=1)
-        _check_int("tensor_parallel_size", self.tensor_parallel_size, low=1, high=8)
+        limits = dict.fromkeys(_POSITIVE, (1, 2**31 - 1))
+        limits["tensor_parallel_size"] = (1, 8)
         if self.num_kvcache_blocks is not None:
-            _check_int("num_kvcache_blocks", self.num_kvcache_blocks, low=1)
+            limits["num_kvcache_blocks"] = (1, 2**31 - 1)
         if self.seed is not None:
-            _check_int("seed", self.seed, low=-(2**63), high=2**64 - 1)
+            limits["seed"] = (-(2**63), 2**64 - 1)
+        for name, (low, high) in limits.items():  # numpy's integers become Python's
+            object.__setattr__(self, name, _check_int(name, getattr(self, name), low, high))
         share = self.gpu_memory_utilization
         is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
         if not is_number or not 0 < share <= 1:  # false for NaN too
@@ -105,10 +106,10 @@ class EngineConfig:
         return cls(model, **options)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise ConfigError(f"{name}={value!r} must be a whole number")
     number = int(value)
-    if number < low or (high is not None and number > high):
-        limit = f">= {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{name}={value} must be {limit}")
+    if not low <= number <= high:
+        raise ConfigError(f"{name}={value} must be between {low} and {high}")
+    return number

@@ -3,17 +3,19 @@
 Text and token ids on this side; requests, blocks and devices are `engine/llm_engine.py`'s.
 """
 
+import threading
 from collections.abc import Sequence as Seq
 from types import TracebackType
 from typing import Any
 
-from tqdm.auto import tqdm
+import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine, RunStats
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import NanoVLLMError
 from nanovllm.outputs import RequestOutput
+from nanovllm.progress import ProgressBar
 from nanovllm.requests import Prompt, Request, check_requests
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupts import deferred_interrupt
@@ -25,7 +27,7 @@ class LLM:
         with LLM("Qwen/Qwen3-0.6B") as llm:
             print(llm.generate("The capital of France is")[0]["text"])
 
-    Any number may live at once. Not for use from several threads at the same time.
+    Any number may live at once. Calls from several threads take turns.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -40,6 +42,7 @@ class LLM:
             CheckpointError: the model is missing, incomplete or unsupported.
         """
         self._engine: LLMEngine | None = None
+        self._lock = threading.RLock()  # one call at a time
         self._engine = LLMEngine(EngineConfig.from_options(model, options))
 
     @property
@@ -86,34 +89,19 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing has been run.
         """
-        engine = self.engine
-        requests = check_requests(prompts, sampling_params, engine.tokenizer, engine.limits)
-        outputs: dict[int, RequestOutput] = {}
-        bar = tqdm(total=len(requests), desc="Generating", dynamic_ncols=True, disable=not use_tqdm)
-        try:
-            engine.reset_stats()
-            index_of = {
-                engine.add_request(request).seq_id: index for index, request in enumerate(requests)
-            }
-            while engine.has_work:
-                for seq in engine.step():
-                    index = index_of[seq.seq_id]
-                    outputs[index] = self._output(index, requests[index], seq)
-                    bar.set_postfix(_rates(engine.stats), refresh=False)
-                    bar.update()
-        except BaseException:
-            with deferred_interrupt():
-                engine.abort_all()
-            raise
-        finally:
-            bar.close()
-        return [outputs[index] for index in range(len(requests))]
+        with self._lock:
+            engine = self.engine
+            requests = check_requests(prompts, sampling_params, engine.tokenizer, engine.limits)
+            # the caller's autocast is not meant for us
+            with torch.autocast(engine.workers.device.type, enabled=False):
+                return self._run(engine, requests, ProgressBar(len(requests), use_tqdm))
 
     def close(self) -> None:
         """Give the memory back and end worker processes; idempotent."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        with self._lock:
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -130,6 +118,29 @@ class LLM:
         if getattr(self, "_engine", None) is not None:
             self.close()
 
+    def _run(
+        self, engine: LLMEngine, requests: list[Request], bar: ProgressBar
+    ) -> list[RequestOutput]:
+        """Step until all requests are done; whatever ends this early drops them."""
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            engine.begin_call()
+            index_of = {
+                engine.add_request(request).seq_id: index for index, request in enumerate(requests)
+            }
+            while engine.has_work:
+                for seq in engine.step():
+                    index = index_of[seq.seq_id]
+                    outputs[index] = self._output(index, requests[index], seq)
+                    bar.advance(engine.stats)
+        except BaseException:
+            with deferred_interrupt():
+                engine.abort_all()
+            raise
+        finally:
+            bar.close()
+        return [outputs[index] for index in range(len(requests))]
+
     def _output(self, index: int, request: Request, seq: Sequence) -> RequestOutput:
         token_ids = seq.output_token_ids
         text = ""
@@ -145,10 +156,3 @@ class LLM:
             finish_reason=seq.finish_reason,
             num_cached_tokens=seq.num_cached_tokens,
         )
-
-
-def _rates(stats: RunStats) -> dict[str, str]:
-    """The progress bar's postfix."""
-    prefill = stats.num_prefill_tokens / stats.prefill_s if stats.prefill_s else 0.0
-    decode = stats.num_decode_tokens / stats.decode_s if stats.decode_s else 0.0
-    return {"Prefill": f"{prefill:.0f}tok/s", "Decode": f"{decode:.0f}tok/s"}

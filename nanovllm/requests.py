@@ -12,6 +12,7 @@ from nanovllm.errors import RequestError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.integers import divide_up
 
+_BYTES = (bytes, bytearray, memoryview)
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -68,8 +69,10 @@ def check_requests(
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, (str, bytes, Mapping)):
+    if isinstance(prompts, (str, Mapping, *_BYTES)):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # a numpy array or a tensor, of one prompt or of several
+        prompts = prompts.tolist()
     try:
         items = list(prompts)
     except TypeError:
@@ -109,7 +112,10 @@ def _split_prompt(index: int, item: Any) -> tuple[str | None, Any]:
     """(text, None) or (text or None, token ids) of one prompt in any of its forms."""
     if isinstance(item, Mapping):
         if item.get("prompt_token_ids") is not None:
-            return item.get("prompt"), item["prompt_token_ids"]
+            text = item.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"prompt {index} has 'prompt': {text!r}, which is no string")
+            return text, item["prompt_token_ids"]
         if "prompt" not in item:
             raise RequestError(
                 f"prompt {index} is a dict with keys {list(item)}; it needs 'prompt' or "
@@ -168,7 +174,7 @@ def _check(index: int, given: Any, params: SamplingParams, limits: RequestLimits
 
 def _check_ids(index: int, given: Any, vocab_size: int) -> list[int]:
     try:
-        if isinstance(given, bytes):  # iterates over integers, but is meant as text
+        if isinstance(given, _BYTES):  # integers to Python, but meant as text
             raise TypeError
         token_ids = given.tolist() if hasattr(given, "tolist") else list(given)
     except TypeError:

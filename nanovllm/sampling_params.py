@@ -36,7 +36,10 @@ class SamplingParams:
 def _check_temperature(value: object) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise RequestError(f"temperature={value!r} must be a number >= 0 (0 = greedy)")
-    temperature = float(value)
+    try:
+        temperature = float(value)
+    except OverflowError:  # an integer or a fraction beyond all floats
+        temperature = math.inf
     if not math.isfinite(temperature) or temperature < 0:
         raise RequestError(f"temperature={value!r} must be finite and >= 0 (0 = greedy)")
     return temperature

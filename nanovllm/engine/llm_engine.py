@@ -146,8 +146,10 @@ class LLMEngine:
         self._in_flight = None
         self.scheduler.abort_all()
 
-    def reset_stats(self) -> None:
-        """Begin to count tokens and time anew."""
+    def begin_call(self) -> None:
+        """Count tokens and time anew, and drop what a call left that was interrupted twice."""
+        if self.has_work or self.scheduler.num_in_flight_steps:
+            self.abort_all()
         self.stats = RunStats()
 
     def close(self) -> None:

@@ -134,7 +134,7 @@ class ModelRunner:
             self.kv_cache = torch.zeros(
                 self._kv_shape(num_blocks), dtype=self.dtype, device=self.device
             )
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # TypeError: beyond 64 bits
             size = num_blocks * self.block_bytes() / 2**30
             raise ConfigError(
                 f"num_kvcache_blocks={num_blocks} needs {size:.1f} GiB, which {self.device} cannot "

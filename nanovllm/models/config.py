@@ -5,7 +5,8 @@ Reads shapes and switches only; weights are `utils/loader.py`'s, and what the us
 engine's config.
 """
 
-import json
+import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.checkpoint_json import read_json_object
 from nanovllm.utils.loader import checkpoint_dtype
 
 _NEEDED_KEYS = (
@@ -53,6 +55,15 @@ class DecoderConfig:
     dtype: torch.dtype  # the checkpoint's
     eos_token_ids: tuple[int, ...]  # of config.json only; generation_config.json may add some
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in (int, "int") and (type(value) is not int or value < 1):
+                raise CheckpointError(f"config.json: {field.name}={value!r} must be a number >= 1")
+        eps = self.rms_norm_eps
+        if not isinstance(eps, (int, float)) or not 0 <= eps < 1:  # false for NaN too
+            raise CheckpointError(f"config.json: rms_norm_eps={eps!r} must be in [0, 1)")
+
 
 def load_decoder_config(path: str | Path) -> DecoderConfig:
     """Read the config.json of the checkpoint folder `path`.
@@ -69,12 +80,10 @@ def load_decoder_config(path: str | Path) -> DecoderConfig:
         raise CheckpointError(
             f"{file} does not exist; `model` must be a folder with config.json and *.safetensors"
         )
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable JSON: {error}") from error
-    names = raw.get("architectures") or []
-    architecture = next((name for name in names if name in ARCHITECTURES), None)
+    raw = read_json_object(file)
+    names = raw.get("architectures")
+    known_names = [name for name in ARCHITECTURES if isinstance(names, list) and name in names]
+    architecture = known_names[0] if known_names else None
     if architecture is None:
         known = ", ".join(sorted(ARCHITECTURES))
         raise CheckpointError(
@@ -83,7 +92,10 @@ def load_decoder_config(path: str | Path) -> DecoderConfig:
     full = dict(raw) if _is_complete(raw) else _with_defaults(folder)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         full["dtype"] = checkpoint_dtype(folder)
-    return ARCHITECTURES[architecture](full)
+    try:
+        return ARCHITECTURES[architecture](full)
+    except (KeyError, TypeError, ZeroDivisionError) as error:  # a field is absent or no number
+        raise CheckpointError(f"{file} has an unusable value: {error!r}") from error
 
 
 def _is_complete(raw: Mapping[str, Any]) -> bool:
@@ -120,39 +132,44 @@ def rope_theta_of(hf: Mapping[str, Any]) -> float:
         CheckpointError: a scaled, partial or per-layer rotary embedding, which would be silently
         wrong if ignored.
     """
-    rope: dict[str, Any] = {}
-    for key in ("rope_scaling", "rope_parameters"):
-        rope.update(hf.get(key) or {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise CheckpointError(f"rotary parameters per layer type are not supported: {rope}")
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        raise CheckpointError(f"RoPE type {rope_type!r} is not supported; supported: 'default'")
-    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    thetas = [hf.get("rope_theta")]
+    _refuse_partial(hf)
+    for key in ("rope_parameters", "rope_scaling"):  # each by itself: neither excuses the other
+        rope = hf.get(key) or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"{key}={rope!r} must be an object")
+        if any(isinstance(value, Mapping) for value in rope.values()):
+            raise CheckpointError(f"rotary parameters per layer type are not supported: {rope}")
+        for rope_type in (rope.get("rope_type"), rope.get("type")):
+            if rope_type not in (None, "default"):
+                raise CheckpointError(
+                    f"RoPE type {rope_type!r} is not supported; supported: 'default'"
+                )
+        _refuse_partial(rope)
+        thetas.append(rope.get("rope_theta"))
+    theta = next((theta for theta in reversed(thetas) if theta), DEFAULT_ROPE_THETA)
+    if not isinstance(theta, (int, float)) or not 0 < theta < math.inf:
+        raise CheckpointError(f"rope_theta={theta!r} must be a number > 0")
+    return float(theta)
+
+
+def _refuse_partial(config: Mapping[str, Any]) -> None:
+    partial = config.get("partial_rotary_factor")
     if partial is not None and partial != 1:
         raise CheckpointError(f"partial_rotary_factor={partial} is not supported; only 1 is")
-    theta = rope.get("rope_theta") or hf.get("rope_theta") or DEFAULT_ROPE_THETA
-    return float(theta)
 
 
 def dtype_of(hf: Mapping[str, Any]) -> torch.dtype:
     """The dtype under its new or old name, as a string or a torch.dtype; bfloat16 if absent."""
-    value = hf.get("dtype") or hf.get("torch_dtype") or torch.bfloat16
+    given = hf.get("dtype") or hf.get("torch_dtype") or torch.bfloat16
+    value = given
     if isinstance(value, str):
         value = getattr(torch, value.removeprefix("torch."), value)
     if not isinstance(value, torch.dtype) or not value.is_floating_point or value.itemsize < 2:
         raise CheckpointError(
-            f"dtype={value} is not supported; supported: bfloat16, float16, float32"
+            f"dtype={given!r} is not supported; supported: bfloat16, float16, float32"
         )
     return value
-
-
-def eos_token_ids_of(hf: Mapping[str, Any]) -> tuple[int, ...]:
-    """`eos_token_id` as a tuple, whether the config has an int, a list or nothing."""
-    value = hf.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (int(value),)
 
 
 def refuse_unsupported(hf: Mapping[str, Any]) -> None:

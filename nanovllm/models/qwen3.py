@@ -9,11 +9,11 @@ from typing import Any
 from nanovllm.models.config import (
     DecoderConfig,
     dtype_of,
-    eos_token_ids_of,
     head_dim_of,
     refuse_unsupported,
     rope_theta_of,
 )
+from nanovllm.utils.checkpoint_json import eos_token_ids_of
 
 
 def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:

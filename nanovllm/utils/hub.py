@@ -3,12 +3,13 @@
 Weights are `loader.py`'s, config.json's shapes are `models/config.py`'s.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.checkpoint_json import eos_token_ids_of, read_json_object
+from nanovllm.utils.loader import checkpoint_files
 
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -20,12 +21,16 @@ def resolve_model(model: str) -> Path:
     Raises:
         CheckpointError: there is no such folder, and no such model can be had from the hub.
     """
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    try:
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, no such user
+        raise CheckpointError(f"model={model!r} is no folder on this machine: {error}") from error
+    if is_file:
         raise CheckpointError(f"model={model!r} is a file; give the folder that holds config.json")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):
         raise CheckpointError(
             f"model={model!r} is no folder on this machine and no hub id such as 'Qwen/Qwen3-0.6B'"
         )
@@ -43,15 +48,15 @@ def resolve_model(model: str) -> Path:
 
 
 def cached_model(hub_id: str) -> Path | None:
-    """The local snapshot of a hub model that was downloaded earlier, or None."""
+    """The local snapshot of a hub model whose download was finished earlier, or None."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, local_files_only=True))
+        checkpoint_files(folder)
     except Exception:  # not cached: the client has several exception types for it
         return None
-    has_weights = any(folder.glob("*.safetensors"))
-    return folder if has_weights and (folder / "config.json").is_file() else None
+    return folder if (folder / "config.json").is_file() else None
 
 
 def load_tokenizer(folder: Path) -> Any | None:
@@ -78,11 +83,7 @@ def find_eos_token_ids(folder: Path, config_ids: tuple[int, ...], tokenizer: Any
     ids = set(config_ids)
     file = folder / "generation_config.json"
     if file.is_file():
-        try:
-            value = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} is not readable JSON: {error}") from error
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        ids.update(eos_token_ids_of(read_json_object(file)))
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(ids)

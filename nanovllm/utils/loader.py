@@ -5,7 +5,6 @@ each (`weight_loader`), see `layers/linear.py`; here are the files, the names an
 nothing is missing.
 """
 
-import json
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.errors import CheckpointError
+from nanovllm.utils.checkpoint_json import read_json_object
 from nanovllm.utils.distributed import TPGroup
 
 INDEX_NAME = "model.safetensors.index.json"
+_DTYPES = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 _MAX_NAMES = 8  # in one message
 
 
@@ -79,10 +80,9 @@ def checkpoint_files(folder: Path) -> list[Path]:
     index = folder / INDEX_NAME
     if index.is_file():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(read_json_object(index)["weight_map"].values()))
+            paths = [folder / name for name in names]
+        except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a readable index: {error!r}") from error
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
@@ -90,7 +90,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
                 f"{folder} lacks {len(absent)} of the {len(names)} files in {INDEX_NAME}: "
                 f"{_some(absent)}; finish the download"
             )
-        return [folder / name for name in names]
+        return paths
     # Mistral repositories carry the same weights twice; consolidated* has other names.
     files = [
         f for f in sorted(folder.glob("*.safetensors")) if not f.name.startswith("consolidated")
@@ -152,6 +152,11 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 def _fill(target: _Target, tensor: Any, name: str, file: Path) -> None:
+    if tensor.get_dtype() not in _DTYPES:
+        raise CheckpointError(
+            f"{file}: {name} is stored as {tensor.get_dtype()}, which is not supported (quantised "
+            f"checkpoints are not); supported: {', '.join(_DTYPES)}"
+        )
     shape = tuple(tensor.get_shape())
     if shape != target.shape:
         raise CheckpointError(

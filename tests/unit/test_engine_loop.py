@@ -125,7 +125,7 @@ def test_an_eos_ending_drops_exactly_one_token(make_engine):
 def test_a_length_ending_drops_none(make_engine, async_scheduling):
     engine = make_engine(async_scheduling=async_scheduling)
     for max_tokens in (1, 2, 7):
-        engine.reset_stats()
+        engine.begin_call()
         [seq] = run(engine, [[10, 11, 12]], max_tokens)
         assert seq.finish_reason == "length"
         assert num_decode_tokens(engine) == max_tokens - 1
@@ -182,7 +182,7 @@ def test_outputs_do_not_depend_on_the_loop(make_engine, async_scheduling, policy
 
 def test_stats_count_tokens_and_time(make_engine):
     engine = make_engine()
-    engine.reset_stats()
+    engine.begin_call()
     run(engine, [[10, 11, 12], [13, 14]], max_tokens=6)
     stats = engine.stats
     assert (stats.num_prefill_tokens, stats.num_decode_tokens, stats.num_steps) == (5, 10, 6)
