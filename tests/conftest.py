@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from nanovllm.utils.integers import divide_up
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background by a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests and their children need it
 torch.set_num_threads(1)  # for tiny models the fastest, and on a busy machine by far
 
 MIN_GAP = 2e-4  # between the two best logits; float32 rounding moves them by 1e-5 at most
