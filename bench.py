@@ -7,6 +7,7 @@ The model names are shapes with random weights; a folder or hub id loads real on
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, NanoVLLMError, RequestOutput, SamplingParams
 
 #            hidden  MLP    layers heads KV heads head_dim vocab   tied
 SHAPES = {
@@ -105,18 +106,18 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help=f"a folder, a hub id, or a shape with random weights: {', '.join(SHAPES)}")
-    add("--num-seqs", type=int)
-    add("--input-len", type=int, nargs=2, metavar=("MIN", "MAX"))
-    add("--output-len", type=int, nargs=2, metavar=("MIN", "MAX"))
+    add("--num-seqs", type=positive)
+    add("--input-len", type=positive, nargs=2, metavar=("MIN", "MAX"))
+    add("--output-len", type=positive, nargs=2, metavar=("MIN", "MAX"))
     add("--shared-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
     add("--temperature", type=float, default=0.6)
     add("--seed", type=int, default=0)
-    add("--repetitions", type=int, help="runs that count, each with fresh prompts")
+    add("--repetitions", type=positive, help="runs that count, each with fresh prompts")
     add("--warmup", type=int, default=1, help="runs before those, with prompts of their own")
     add("--json", metavar="FILE", help="write every repetition and the options there")
     add("--latency", action="store_true", help="ms per decode step by batch size, instead")
-    add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
-    add("--profile", type=int, metavar="BATCH", help="kernels of a decode step, instead (GPU)")
+    add("--batch-sizes", type=positive, nargs="+", help="of --latency")
+    add("--profile", type=positive, metavar="BATCH", help="kernels of a decode step, instead")
     add("--dummy", action="store_true", help="random weights for a folder or hub id")
     add("--enforce-eager", action="store_true")
     add("--no-async", action="store_true", help="async_scheduling=False")
@@ -135,7 +136,19 @@ def parse_args() -> argparse.Namespace:
     add("--device")
     args = parser.parse_args()
     set_defaults(args)
+    for name in ("input_len", "output_len"):
+        low, high = getattr(args, name)
+        if low > high:
+            parser.error(f"--{name.replace('_', '-')} {low} {high}: MIN is larger than MAX")
     return args
+
+
+def positive(text: str) -> int:
+    """A command-line number >= 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
 
 
 def set_defaults(args: argparse.Namespace) -> None:
@@ -151,6 +164,9 @@ def set_defaults(args: argparse.Namespace) -> None:
     args.input_len = args.input_len or ([100, 1024] if has_gpu else [16, 128])
     args.output_len = args.output_len or ([100, 1024] if has_gpu else [16, 64])
     args.repetitions = args.repetitions or (3 if has_gpu else 1)
+    args.latency_output_len = 512 if has_gpu else 64
+    if args.batch_sizes is None:
+        args.batch_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256] if has_gpu else [1, 2, 4, 8]
 
 
 def write_shape(name: str, folder: Path) -> None:
@@ -213,13 +229,13 @@ def copy_bandwidth(device: torch.device) -> float:
     return best
 
 
-def decode_bytes(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> int:
+def decode_bytes(llm: LLM, outputs: list[RequestOutput]) -> int:
     """The least that decode must read on one rank: all weights each step, each token's KV."""
     runner = llm.engine.workers
-    num_kv_tokens = sum(
-        (len(prompt) + 1 + len(prompt) + item.max_tokens - 1) * (item.max_tokens - 1) // 2
-        for prompt, item in zip(prompts, params, strict=True)
-    )
+    num_kv_tokens = 0
+    for output in outputs:
+        num_in, num_steps = len(output["prompt_token_ids"]), len(output["token_ids"]) - 1
+        num_kv_tokens += (num_in + 1 + num_in + num_steps) * num_steps // 2
     kv_bytes = num_kv_tokens * runner.block_bytes() // llm.engine.config.kvcache_block_size
     return kv_bytes + llm.stats.num_decode_steps * runner.weight_bytes()
 
@@ -228,15 +244,15 @@ def run_once(llm: LLM, load: Load, seed: int, bandwidth: float | None, vocab_siz
     """Generate one load and time it."""
     prompts, params = load.draw(seed, vocab_size)
     began = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed_s = time.perf_counter() - began
     stats = llm.stats
     share = None
     if bandwidth and stats.decode_s:
-        share = decode_bytes(llm, prompts, params) / stats.decode_s / bandwidth
+        share = decode_bytes(llm, outputs) / stats.decode_s / bandwidth
     return Result(
         sum(map(len, prompts)),
-        sum(item.max_tokens for item in params),
+        sum(len(output["token_ids"]) for output in outputs),
         elapsed_s,
         stats.prefill_s,
         stats.decode_s,
@@ -274,12 +290,13 @@ def bench_throughput(args: argparse.Namespace, llm: LLM, bandwidth: float | None
 
 
 def bench_latency(args: argparse.Namespace, llm: LLM) -> None:
-    """Print wall milliseconds per decode step: prompts of 128 tokens, 512 out."""
+    """Print wall milliseconds per decode step: prompts of 128 tokens, 512 out (64 on CPU)."""
     vocab_size = llm.engine.limits.vocab_size
     rows = []
     print("batch  ms/step  tok/s")
     for batch_size in args.batch_sizes:
-        load = Load(batch_size, (128, 128), (512, 512), 0, args.temperature)
+        output_len = (args.latency_output_len, args.latency_output_len)
+        load = Load(batch_size, (128, 128), output_len, 0, args.temperature)
         run_once(llm, load, 999, None, vocab_size)
         results = [run_once(llm, load, i, None, vocab_size) for i in range(args.repetitions)]
         step_ms = statistics.median(1e3 * r.decode_s / r.num_decode_steps for r in results)
@@ -322,4 +339,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except NanoVLLMError as error:
+        sys.exit(f"bench.py: {error}")

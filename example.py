@@ -7,7 +7,7 @@ demo model that ships with the package.
 import argparse
 import sys
 
-from nanovllm import DEMO_MODEL, LLM, SamplingParams
+from nanovllm import DEMO_MODEL, LLM, NanoVLLMError, SamplingParams
 from nanovllm.utils.hub import cached_model
 
 QWEN = "Qwen/Qwen3-0.6B"
@@ -46,4 +46,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except NanoVLLMError as error:
+        sys.exit(f"example.py: {error}")

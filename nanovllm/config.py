@@ -102,7 +102,7 @@ class EngineConfig:
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-                raise ConfigError(f"unknown option {name!r}; did you mean {near[0]!r}?")
+                raise ConfigError(f"unknown option {name!r}; the nearest known one is {near[0]!r}")
         return cls(model, **options)
 
 

@@ -94,7 +94,9 @@ class LLM:
             requests = check_requests(prompts, sampling_params, engine.tokenizer, engine.limits)
             # the caller's autocast is not meant for us
             with torch.autocast(engine.workers.device.type, enabled=False):
-                return self._run(engine, requests, ProgressBar(len(requests), use_tqdm))
+                return self._run(
+                    engine, requests, ProgressBar(len(requests), use_tqdm and bool(requests))
+                )
 
     def close(self) -> None:
         """Give the memory back and end worker processes; idempotent."""

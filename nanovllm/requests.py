@@ -33,6 +33,14 @@ class RequestLimits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    is_checkpoint_limit: bool = False  # max_model_len is as long as the checkpoint allows
+
+    @property
+    def way_to_more(self) -> str:
+        """How to get a longer context, to end a message with."""
+        if self.is_checkpoint_limit:
+            return " (the checkpoint allows no more)"
+        return " or raise max_model_len"
 
 
 def check_requests(
@@ -92,6 +100,8 @@ def _as_params(
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     try:
+        if isinstance(params, Mapping):
+            raise TypeError
         all_params = list(params)
     except TypeError:
         raise RequestError(
@@ -116,6 +126,8 @@ def _split_prompt(index: int, item: Any) -> tuple[str | None, Any]:
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"prompt {index} has 'prompt': {text!r}, which is no string")
             return text, item["prompt_token_ids"]
+        if item.get("input_ids") is not None:  # what a tokenizer or its chat template returns
+            return None, item["input_ids"]
         if "prompt" not in item:
             raise RequestError(
                 f"prompt {index} is a dict with keys {list(item)}; it needs 'prompt' or "
@@ -159,7 +171,7 @@ def _check(index: int, given: Any, params: SamplingParams, limits: RequestLimits
     if len(token_ids) >= limits.max_model_len:
         raise RequestError(
             f"prompt {index} has {len(token_ids)} tokens, but max_model_len={limits.max_model_len} "
-            "leaves no room for an answer; shorten it or raise max_model_len"
+            f"leaves no room for an answer; shorten it{limits.way_to_more}"
         )
     longest = min(len(token_ids) + params.max_tokens, limits.max_model_len)
     num_needed = divide_up(longest - 1, limits.block_size)  # the last token needs no KV

@@ -38,7 +38,7 @@ class RunStats:
     num_decode_steps: int = 0  # steps with at least one decode row
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    _last_s: float = field(default_factory=time.perf_counter)
+    _last_s: float = field(default_factory=time.perf_counter, repr=False)
 
     def add(self, batch: ScheduledBatch) -> None:
         """Count a step that has just been absorbed; a mixed step's time is shared by its tokens."""
@@ -89,7 +89,11 @@ class LLMEngine:
             self.workers.close()
             raise
         self.limits = RequestLimits(
-            model_config.vocab_size, self.max_model_len, config.kvcache_block_size, num_blocks
+            model_config.vocab_size,
+            self.max_model_len,
+            config.kvcache_block_size,
+            num_blocks,
+            self.max_model_len == model_config.max_position_embeddings,
         )
         self.scheduler = Scheduler(
             max_num_seqs=config.max_num_seqs,

@@ -209,3 +209,22 @@ def test_an_unusable_stderr_costs_no_results(redirection):
     command = f'OMP_NUM_THREADS=1 "{sys.executable}" -c "{code}" {redirection}'
     done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True, timeout=240)
     assert done.stdout.strip() == "1"
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(folder):
+    with LLM(folder) as llm:
+        expected = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+        encoded = {"input_ids": [5, 6], "attention_mask": [1, 1]}
+        assert llm.generate(encoded, GREEDY, use_tqdm=False) == expected
+
+
+def test_advice_on_a_long_prompt_knows_the_checkpoints_limit(folder):
+    for max_model_len, advice in ((4096, "checkpoint allows no more"), (64, "raise max_model_len")):
+        with LLM(folder, max_model_len=max_model_len) as llm, pytest.raises(RequestError) as error:
+            llm.generate([[5] * 3000], GREEDY, use_tqdm=False)
+        assert advice in str(error.value)
+
+
+def test_a_dict_is_no_sampling_parameters(folder):
+    with LLM(folder) as llm, pytest.raises(RequestError, match="must be a SamplingParams"):
+        llm.generate([[5, 6]], {"temperature": 0}, use_tqdm=False)

@@ -48,6 +48,13 @@ def test_bench_latency() -> None:
     assert "ms/step" in done.stdout
 
 
+def test_bench_counts_what_was_generated() -> None:
+    """Once it counted max_tokens, also where max_model_len had ended the sequence."""
+    sizes = ["--num-seqs", "2", "--input-len", "20", "20", "--output-len", "400", "400"]
+    command = ["bench.py", "--device", "cpu", "--model", "tiny", *sizes, "--max-model-len", "30"]
+    assert "Total: 20tok" in run(*command).stdout
+
+
 def test_default_load_of_the_bench_is_nano_vllms() -> None:
     """133,966 output tokens, as in nano-vllm's bench.py with seed 0."""
     sys.path.insert(0, str(ROOT))
