@@ -143,3 +143,23 @@ def test_everything_but_the_kernels_imports_without_triton_and_flash_attn():
         [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_runs_without_triton_and_flash_attn():
+    """With both packages blocked, the demo model still answers, from the reference backend."""
+    code = (
+        WITHOUT_OPTIONAL.format(blocked=sorted(OPTIONAL), modules=[""])
+        + """
+import nanovllm
+with nanovllm.LLM(nanovllm.DEMO_MODEL, device="cpu") as llm:
+    chat = [{"role": "user", "content": "list all prime numbers within 100"}]
+    prompt = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    greedy = nanovllm.SamplingParams(temperature=0, max_tokens=256)
+    print(llm.engine.workers.attention.name, llm.generate(prompt, greedy)[0]["text"])
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("reference 2, 3, 5, 7, 11"), done.stderr
+    assert done.stdout.strip().endswith("83, 89, 97")
