@@ -5,6 +5,8 @@ Knows tensors and ranks, not steps or requests. Parameter names are those of Hug
 checkpoints, with q/k/v merged into `qkv_proj` and gate/up into `gate_up_proj`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -24,20 +26,22 @@ from nanovllm.utils.context import AttentionMetadata, LayerKV
 from nanovllm.utils.distributed import TPGroup
 
 
+class Parts(NamedTuple):
+    """What all modules of one rank's model are built with."""
+
+    tp: TPGroup
+    ops: LayerOps
+    attention: AttentionBackend
+    device: torch.device  # where parameters live
+    dtype: torch.dtype  # of all parameters
+
+
 class Attention(nn.Module):
     """Projections, q/k norm, rotation, cache store, attention, output projection."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        tp: TPGroup,
-        ops: LayerOps,
-        attention: AttentionBackend,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, parts: Parts) -> None:
         super().__init__()
-        self.ops, self.attention = ops, attention
+        tp, self.ops, self.attention, device, dtype = parts
         self.num_heads_per_rank = config.num_heads // tp.size
         self.num_kv_heads_per_rank = kv_heads_per_rank(config.num_kv_heads, tp.size)
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
@@ -89,16 +93,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        tp: TPGroup,
-        ops: LayerOps,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, parts: Parts) -> None:
         super().__init__()
-        self.ops = ops
+        tp, self.ops, _, device, dtype = parts
         self.interleaved = False  # gate_up_proj has been reordered to g0, u0, g1, u1, ...
         sizes: dict[str | None, int] = {
             "gate": config.intermediate_size,
@@ -122,19 +119,12 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each normed before and added to the residual stream after."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        tp: TPGroup,
-        ops: LayerOps,
-        attention: AttentionBackend,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, parts: Parts) -> None:
         super().__init__()
-        self.ops, self.eps = ops, config.rms_norm_eps
-        self.self_attn = Attention(config, tp, ops, attention, device, dtype)
-        self.mlp = MLP(config, tp, ops, device, dtype)
+        _, self.ops, _, device, dtype = parts
+        self.eps = config.rms_norm_eps
+        self.self_attn = Attention(config, parts)
+        self.mlp = MLP(config, parts)
         self.input_layernorm = RMSNorm(config.hidden_size, device, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, device, dtype)
 
@@ -165,24 +155,14 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: the `model.` part of a checkpoint."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        tp: TPGroup,
-        ops: LayerOps,
-        attention: AttentionBackend,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, parts: Parts) -> None:
         super().__init__()
-        self.ops, self.eps = ops, config.rms_norm_eps
+        tp, self.ops, _, device, dtype = parts
+        self.eps = config.rms_norm_eps
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, tp, device, dtype
         )
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, tp, ops, attention, device, dtype)
-            for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(config, parts) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, device, dtype)
         self.cos_sin = cos_sin_table(
             config.head_dim, config.max_position_embeddings, config.rope_theta, device
@@ -236,7 +216,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.tp, self.ops, self.attention = config, tp, ops, attention
-        self.model = Decoder(config, tp, ops, attention, device, dtype)
+        self.model = Decoder(config, Parts(tp, ops, attention, device, dtype))
         tied = self.model.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(
             config.vocab_size, config.hidden_size, tp, device, dtype, tied
