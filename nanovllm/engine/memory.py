@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 _CPU_MAX_BYTES = 1 << 30
 _CPU_MAX_SEQS = 32
-_GRAPH_BYTES = (
-    4 << 20
-)  # of one captured decode step outside the shared pool; measured about 2-3 MiB
+_GRAPH_BYTES = 4 << 20  # of one captured decode step; 31 of them took 148 MiB, pool included
 _SLACK_BYTES = 256 << 20  # fragmentation and what libraries allocate late
 
 
