@@ -7,6 +7,7 @@ before.
 import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from nanovllm.models.fast_decode import FastDecode
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import fill_dummy, load_weights
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.peer_exchange import PeerExchange
 
 logger = logging.getLogger("nanovllm")
 
@@ -81,6 +85,7 @@ class ModelRunner:
         self._has_compiled = False
         self.graphs: CudaGraphs | None = None
         self.fast_decode: FastDecode | None = None
+        self._exchange: PeerExchange | None = None
         self._budget = DeviceBudget(self.device)
 
     def load(self) -> None:
@@ -171,8 +176,19 @@ class ModelRunner:
         if reason is not None:
             logger.info("decoding with plain layers: %s", reason)
             return
+        if self.tp.size > 1 and self._exchange is None:
+            from nanovllm.kernels.peer_exchange import PeerExchange
+
+            hidden_size = self.model_config.hidden_size
+            self._exchange = PeerExchange.create(
+                self.tp, self.device, self.config.max_num_seqs, hidden_size
+            )
         self.fast_decode = FastDecode(
-            self.model, self.kv_cache, self.config.max_num_seqs, self.max_model_len
+            self.model,
+            self.kv_cache,
+            self.config.max_num_seqs,
+            self.max_model_len,
+            self._exchange,
         )
 
     def compile_kernels(self) -> None:
@@ -259,7 +275,9 @@ class ModelRunner:
             head.vocab_start,
             head.num_valid,
         )
-        if self.tp.size > 1:
+        if self._exchange is not None:
+            self._exchange.best_of_ranks(scores, token_ids)
+        elif self.tp.size > 1:
             token_ids = self._best_of_ranks(scores, token_ids)
         self.token_store[batch.rows[:n].long()] = token_ids
         return token_ids

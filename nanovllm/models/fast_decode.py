@@ -7,7 +7,7 @@ Sampling and the graphs themselves are the engine's.
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from nanovllm.models.config import DecoderConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.utils.device import is_triton_interpreted
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.peer_exchange import PeerExchange
 
 MAX_LINEAR_ROWS = 64  # largest batch of our own products; cuBLAS above
 WIDE = 4096  # hidden size from which cuBLAS wins at half of that
@@ -43,14 +46,21 @@ class FastDecode:
         kv_cache: [2, L, num_blocks, S, Hkv, D].
         max_num_seqs: largest batch of a step; scratch memory is allocated for it.
         max_model_len: longest context, new token included.
+        exchange: sums over ranks in kernels; None leaves all sums to the group's collectives.
     """
 
     def __init__(
-        self, model: CausalLM, kv_cache: Tensor, max_num_seqs: int, max_model_len: int
+        self,
+        model: CausalLM,
+        kv_cache: Tensor,
+        max_num_seqs: int,
+        max_model_len: int,
+        exchange: "PeerExchange | None" = None,
     ) -> None:
         from nanovllm.kernels import decode_attention
 
         self.model, self.kv_cache, self.max_model_len = model, kv_cache, max_model_len
+        self._exchange = exchange
         self._attend = decode_attention.decode_attention
         self._plan_attention = decode_attention.plan_attention
         _prepare_weights(model)
@@ -102,7 +112,7 @@ class FastDecode:
         batch_size = input_ids.shape[0]
         plan = self._plan(batch_size)
         scratch, pdl = self._scratch, self._scratch.pdl
-        stream = _ResidualStream(self.model, scratch, batch_size)
+        stream = _ResidualStream(self.model, scratch, batch_size, self._exchange)
         stream.start(input_ids)
         for layer, k_cache, v_cache in zip(self._layers, *self.kv_cache.unbind(), strict=True):
             qkv = stream.product_of_norm(layer.qkv, scratch.qkv[:batch_size])
@@ -163,6 +173,7 @@ class _Scratch:
 
         self.stream = empty(max_num_seqs, hidden_size)
         self.delta = empty(max_num_seqs, hidden_size)  # a product not yet added to the stream
+        self.normed = empty(max_num_seqs, hidden_size)  # the stream after a sum over ranks
         self.qkv = empty(max_num_seqs, layer.qkv.shape[0])
         self.heads = empty(max_num_seqs, layer.o.shape[1])
         self.activation = empty(max_num_seqs, layer.down.shape[1])
@@ -184,10 +195,16 @@ class _ResidualStream:
 
     The batch size chooses the products: one row, matrix times vector; few rows, our own with fused
     norm and residual addition; more, cuBLAS and separate kernels. With several ranks, products are
-    summed over ranks before they are added, so norms are separate kernels too.
+    summed over ranks before they are added: the kernel that does it also adds and normalises.
     """
 
-    def __init__(self, model: CausalLM, scratch: _Scratch, batch_size: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        scratch: _Scratch,
+        batch_size: int,
+        exchange: "PeerExchange | None",
+    ) -> None:
         from nanovllm.kernels.decode_embed import embed
         from nanovllm.kernels.decode_gemv import gemv
         from nanovllm.kernels.decode_linear import linear
@@ -198,6 +215,8 @@ class _ResidualStream:
         is_wide = model.config.hidden_size >= WIDE
         self.uses_cublas = batch_size > (MAX_LINEAR_ROWS // 2 if is_wide else MAX_LINEAR_ROWS)
         self.is_fused = self.tp.size == 1 and not self.uses_cublas
+        is_exchanged = exchange is not None and batch_size <= exchange.max_rows
+        self.exchange = exchange if is_exchanged else None
         self.stream = scratch.stream[:batch_size]  # [B, C]
         self.source = self.stream  # [B, C] what products read: normed already unless fused
 
@@ -217,9 +236,13 @@ class _ResidualStream:
             vocab_start=table.vocab_start,
             pdl=self.scratch.pdl,
         )
-        if not self.is_fused:
+        if self.is_fused:
+            return
+        ones = decoder.layers[0].input_layernorm.weight
+        if self.exchange is not None:
+            self._exchange_and_norm(self.stream, ones, add=False)
+        else:
             self.tp.all_reduce(self.stream)
-            ones = decoder.layers[0].input_layernorm.weight
             self.source = self.ops.rms_norm(self.stream, ones, self.eps)
 
     def product_of_norm(
@@ -264,9 +287,24 @@ class _ResidualStream:
             if self.is_fused:
                 options["squares_out"] = self.scratch.squares
             self._linear(x, weight, out, self.scratch.partials, self.scratch.counts, **options)
-        if not self.is_fused:
+        if self.exchange is not None:
+            self._exchange_and_norm(out, norm_weight, add=True)
+        elif not self.is_fused:
             self.tp.all_reduce(out)
             self.source = self.ops.add_rms_norm(out, self.stream, norm_weight, self.eps)[0]
+
+    def _exchange_and_norm(
+        self,
+        x: Tensor,  # [B, C] this rank's part
+        norm_weight: Tensor,  # [C] of the norm that comes next
+        add: bool,
+    ) -> None:
+        """Sum `x` over ranks into the stream and normalise that, in one kernel."""
+        assert self.exchange is not None, "only called with an exchange"
+        self.source = self.scratch.normed[: self.batch_size]
+        self.exchange.reduce_add_rms_norm(
+            x, self.stream, norm_weight, self.source, self.eps, add=add, pdl=self.scratch.pdl
+        )
 
     def logits(self) -> Tensor:  # [B, V]
         """The LM head of the finished stream."""

@@ -14,6 +14,14 @@ class CommunicationError(RuntimeError):
     """A collective failed or was aborted; as a rule because another rank has died."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """GPU memory of every rank that the kernels of every rank can write to, all -0.0 at first."""
+
+    addresses: list[int]  # of each rank's block, by rank, as this rank's kernels see them
+    abandoned: Tensor  # int32 [1]; a kernel that waits in vain sees 1 here and must end
+
+
 class Communicator(Protocol):
     """The collectives of one group of ranks; `gloo.py` and `nccl.py` have one each.
 
@@ -30,6 +38,10 @@ class Communicator(Protocol):
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Fill `out` with every rank's `x`, one after the other; both contiguous."""
+        ...
+
+    def share_memory(self, num_bytes: int) -> SharedMemory | None:
+        """A block on each rank, until `abort`; None, on all ranks, where that cannot be had."""
         ...
 
     def abort(self) -> None:
@@ -55,6 +67,10 @@ class TPGroup:
             assert self.process_group is not None, "a collective on a rank without a process group"
             self.process_group.all_reduce(x)
         return x
+
+    def share_memory(self, num_bytes: int) -> SharedMemory | None:
+        """As Communicator's; None at size 1 too."""
+        return None if self.process_group is None else self.process_group.share_memory(num_bytes)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Stack every rank's `x` (equal shapes) into [tp_size, *x.shape]."""

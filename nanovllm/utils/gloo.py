@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed
 from torch import Tensor
 
-from nanovllm.utils.distributed import CommunicationError
+from nanovllm.utils.distributed import CommunicationError, SharedMemory
 
 # A rank that dies closes its sockets, which ends the others' collectives at once; this is for a
 # rank that lives and does nothing.
@@ -50,6 +50,10 @@ class GlooCommunicator:
             self._connected()._allgather_base(out, x).wait()
         except RuntimeError as error:
             raise CommunicationError(f"gloo all-gather failed: {error}") from error
+
+    def share_memory(self, num_bytes: int) -> SharedMemory | None:
+        """None: CPU ranks have no such memory."""
+        return None
 
     def abort(self) -> None:
         """Close the connections once no collective is under way any more."""

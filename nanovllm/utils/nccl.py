@@ -6,13 +6,17 @@ nothing runs but the call itself, on the current stream, and `abort` ends kernel
 
 import ctypes
 import functools
+import logging
 import threading
 
 import torch
 from torch import Tensor
 
 from nanovllm.errors import ConfigError
-from nanovllm.utils.distributed import CommunicationError
+from nanovllm.utils.distributed import CommunicationError, SharedMemory
+from nanovllm.utils.peer_memory import HANDLE_BYTES, PeerMemory, PeerMemoryError
+
+logger = logging.getLogger("nanovllm")
 
 _LIBRARY = "libnccl.so.2"  # loaded by torch already, so found under this name wherever it lies
 _SUM = 0  # ncclSum of ncclRedOp_t
@@ -91,6 +95,7 @@ class NcclCommunicator:
         """Create; no GPU memory is taken before `connect`."""
         self._rank, self._size, self._unique_id, self._device = rank, size, unique_id, device
         self._comm: ctypes.c_void_p | None = None
+        self._shared: list[PeerMemory] = []
         self._lock = threading.Lock()  # an abort does not overtake a call that is being made
 
     def connect(self) -> None:
@@ -124,12 +129,47 @@ class NcclCommunicator:
             )
         _check("all-gather", code)
 
+    def share_memory(self, num_bytes: int) -> SharedMemory | None:
+        """GPU memory that the kernels of all ranks can write to, kept until `abort`.
+
+        None, on all ranks alike, if one of the GPUs cannot reach another.
+        """
+        memory, handle, addresses = None, bytes(HANDLE_BYTES), []
+        try:
+            memory = PeerMemory(num_bytes, self._device)
+            handle = memory.handle
+        except PeerMemoryError as error:
+            logger.info("no memory to share with the other ranks: %s", error)
+        handles = self._exchange(handle)
+        try:
+            if memory is not None and all(map(any, handles)):
+                addresses = memory.open(self._rank, handles)
+        except PeerMemoryError as error:
+            logger.info("cannot reach the other ranks' memory: %s", error)
+        if memory is not None:
+            self._shared.append(memory)
+        # also the moment from which a rank may write into another's memory
+        if all(map(any, self._exchange(bytes([bool(addresses)])))) and memory is not None:
+            return SharedMemory(addresses, memory.abandoned)
+        if memory is not None:
+            self._shared.pop().close()
+        return None
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank; all of equal length."""
+        x = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+        out = torch.empty(self._size * len(x), dtype=torch.uint8, device=self._device)
+        self.all_gather(out, x)
+        return [bytes(row.tolist()) for row in out.view(self._size, -1)]
+
     def abort(self) -> None:
         """End kernels that wait for other ranks and free the communicator, on this rank only.
 
         NCCL waits inside for CUDA graphs that hold its collectives, so drop them first, or call
         this from a thread of its own.
         """
+        for memory in self._shared:
+            memory.abandon()
         has_lock = self._lock.acquire(timeout=1.0)  # a call may itself be stuck: then go ahead
         comm, self._comm = self._comm, None
         if has_lock:
@@ -137,6 +177,8 @@ class NcclCommunicator:
         if comm is not None:
             with torch.cuda.device(self._device):
                 _check("abort", _library().ncclCommAbort(comm))
+        while self._shared:
+            self._shared.pop().close()
 
     def _connected(self) -> ctypes.c_void_p:
         if self._comm is None:
