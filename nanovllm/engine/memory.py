@@ -77,7 +77,6 @@ def num_blocks_on_gpu(runner: "ModelRunner", budget: DeviceBudget) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     runner.allocate_kv_cache(1)
     runner.build_fast_decode()
-    runner.compile_kernels()
     for num_seqs in (_num_long_seqs(runner), config.max_num_seqs):
         runner.run(dummy_prefill(runner, num_seqs))
     if runner.attention.name != "reference":  # which takes no padded rows

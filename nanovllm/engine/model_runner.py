@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import BatchInput, ForwardBatch
-from nanovllm.engine.cuda_graphs import CudaGraphs, capture_sizes
-from nanovllm.engine.dummy_batches import dummy_decode, dummy_prefill
+from nanovllm.engine.cuda_graphs import CudaGraphs
+from nanovllm.engine.first_compile import compiling
 from nanovllm.engine.memory import (
     DeviceBudget,
     explained,
@@ -87,7 +87,6 @@ class ModelRunner:
             and self.attention.name != "reference"
         )
         self.load_s = 0.0
-        self._has_compiled = False
         self.graphs: CudaGraphs | None = None
         self.fast_decode: FastDecode | None = None
         self._exchange: PeerExchange | None = None
@@ -103,15 +102,19 @@ class ModelRunner:
         """
         began = time.perf_counter()
         remedy = "Use more GPUs (tensor_parallel_size) or a smaller model"
-        with explained(self.device, "loading the weights", remedy):
-            self.model = CausalLM(
-                self.model_config, self.tp, self.ops, self.attention, self.device, self.dtype
-            )
+        with explained(self.device, "loading the weights", remedy), compiling(self):
+            self.build_model()
             if self.config.load_format == "dummy":
                 fill_dummy(self.model, self.config.seed or 0)
             else:
                 load_weights(self.model, self.folder)
         self.load_s = time.perf_counter() - began
+
+    def build_model(self) -> None:
+        """Allocate the model; what its weights hold is left open."""
+        self.model = CausalLM(
+            self.model_config, self.tp, self.ops, self.attention, self.device, self.dtype
+        )
 
     @on_own_device
     @torch.inference_mode()
@@ -180,7 +183,6 @@ class ModelRunner:
         remedy = "Lower gpu_memory_utilization, num_kvcache_blocks or max_num_seqs"
         with explained(self.device, "preparing decode steps", remedy):
             self.build_fast_decode()
-            self.compile_kernels()
             if self.device.type == "cuda":
                 self._staging = Staging(self.config, self.max_model_len, self.device)
                 if self.uses_graphs:
@@ -214,26 +216,6 @@ class ModelRunner:
             self.max_model_len,
             self._exchange,
         )
-
-    def compile_kernels(self) -> None:
-        """Compile what prefill and decode will need, in parallel; does so once."""
-        if self._has_compiled or self.device.type != "cuda" or self.ops.name != "triton":
-            return
-        self._has_compiled = True
-        try:
-            from nanovllm.kernels.compile_ahead import compile_ahead
-
-            with compile_ahead():
-                for num_seqs in (1, self.config.max_num_seqs):
-                    self.run(dummy_prefill(self, num_seqs))
-                self.token_store.zero_()  # nothing was sampled: what was stored is no token
-                for size in capture_sizes(self.config.max_num_seqs) if self.uses_graphs else ():
-                    self.decode(dummy_decode(self, size))
-                    self.token_store.zero_()
-        except Exception as error:  # it leans on Triton's internals; the real launches will tell
-            if self.tp.size > 1:
-                raise  # the other ranks are in the midst of collectives
-            logger.warning("kernels will be compiled one by one: %r", error)
 
     @on_own_device
     @torch.inference_mode()
