@@ -89,6 +89,7 @@ class RankPool:
 
     def wait_for_room(self) -> None:
         """Wait until the ring takes another message: as a rule, not at all."""
+        self.check()
         began = time.monotonic()
         while (reader := self.ring.slowest_reader()) is not None:
             self.check()
@@ -136,8 +137,10 @@ class RankPool:
 
     def join(self) -> None:
         """After `end`: wait, but not for ever, until rank 0 has left the group."""
-        if self._watcher.ident is not None:
-            self._watcher.join(_EXIT_S)
+        self._watcher.join(_EXIT_S)
+        if not self._watcher.is_alive():
+            for pipe in self._pipes.values():
+                pipe.close()
 
     def _watch(self) -> None:
         """Receive the ranks' messages until they are gone, then leave the group.

@@ -41,7 +41,8 @@ class _Ring:
 
     def __init__(self, fd: int, shape: RingShape) -> None:
         self.fd, self.shape = fd, shape
-        self._bytes = memoryview(mmap.mmap(fd, shape.num_bytes()))
+        self._map = mmap.mmap(fd, shape.num_bytes())
+        self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("Q")
 
     def _slot(self, number: int) -> tuple[int, int]:
@@ -90,7 +91,10 @@ class RingWriter(_Ring):
         self._words[header] = self._num_published  # last: from here on readers look at the rest
 
     def close(self) -> None:
-        """Close the file descriptor; idempotent. The memory goes with the mappings."""
+        """Give the memory back, once every reader has let go of it too; idempotent."""
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
