@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _serve(setup: RankSetup, pipe: Connection, ring: RingReader) -> None:
-    runner = _start(setup)
+    runner = _start(setup, pipe)
     pipe.send(Reply(setup.rank, None))
     while True:
         kind, text = _next_message(ring, spin_s=_SPIN_S if runner.device.type == "cuda" else 0.0)
@@ -61,8 +61,8 @@ def _serve(setup: RankSetup, pipe: Connection, ring: RingReader) -> None:
             pipe.send(Reply(setup.rank, getattr(runner, method)(*args)))
 
 
-def _start(setup: RankSetup) -> ModelRunner:
-    """Take this rank's device and meet the other ranks."""
+def _start(setup: RankSetup, pipe: Connection) -> ModelRunner:
+    """Take this rank's device, say so, and meet the other ranks."""
     config = setup.config
     size = config.tensor_parallel_size
     device = resolve_device(config.device, setup.rank, size)
@@ -73,6 +73,7 @@ def _start(setup: RankSetup) -> ModelRunner:
     communicator = setup.new_communicator(device)
     tp = TPGroup(setup.rank, size, communicator)
     runner = ModelRunner(config, setup.model_config, setup.folder, setup.max_model_len, tp)
+    pipe.send(Reply(setup.rank, None))
     communicator.connect()
     return runner
 

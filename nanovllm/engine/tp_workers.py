@@ -143,7 +143,12 @@ class TPWorkers:
         self._finalizer()
 
     def _connect(self, communicator: Communicator) -> None:
-        """Meet the other ranks, in a thread, since nothing else can end a wait for a dead one."""
+        """Meet the other ranks once all are up.
+
+        Until then Ctrl-C or a death leaves nothing behind. From then on it takes little time, in a
+        thread, since nothing else can leave a wait for a rank that dies at this very moment.
+        """
+        self._pool.replies()
         errors: list[BaseException] = []
 
         def connect() -> None:
@@ -152,7 +157,7 @@ class TPWorkers:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=connect, daemon=True)
+        thread = threading.Thread(target=connect, name="nanovllm-connect", daemon=True)
         thread.start()
         while thread.is_alive():
             self._pool.check()

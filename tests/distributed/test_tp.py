@@ -8,6 +8,7 @@ import pytest
 from tp_helpers import TIGHT, alive_after, at_step, kill_rank, rank_pids, run
 
 from nanovllm import LLM, ConfigError, WorkerError
+from nanovllm.engine.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,13 @@ def test_ctrl_c_leaves_the_ranks_in_step(
         with pytest.raises(KeyboardInterrupt):
             run(two_ranks, prompts)
     assert run(two_ranks, prompts) == greedy_tokens(tiny_checkpoint(tied=False), **TIGHT)
+
+
+def test_ctrl_c_while_ranks_start_ends_them_and_leaves_no_thread(tiny_checkpoint, monkeypatch):
+    """A thread that waited for the others, with its sockets, outlived the call by ten minutes."""
+    monkeypatch.setattr(RankPool, "check", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(tiny_checkpoint()), tensor_parallel_size=2)
 
 
 def test_a_forked_child_that_exits_leaves_the_ranks_alone(two_ranks, prompts):
