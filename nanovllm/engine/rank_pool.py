@@ -4,6 +4,7 @@ Knows messages and processes; models and devices are `tp_workers.py`'s.
 """
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from nanovllm.errors import WorkerError
 
 _POLL_S = 0.2  # how often a wait looks whether a rank has failed
 _FULL_RING_S = 300.0  # a rank that takes no message for so long is given up
+_STOPPED_S = 10.0  # a rank found stopped (SIGSTOP) at two looks so far apart is given up
 _REPORT_S = 1.0  # after one rank's failure, for others to report theirs: whose was the first?
 _EXIT_S = 5.0  # for a rank to end by itself before it is killed
 
@@ -150,10 +152,14 @@ class RankPool:
         """
         pipes = {pipe: rank for rank, pipe in self._pipes.items()}
         dead: list[int] = []
+        stopped: set[int] = set()
         deadline: float | None = None
         while pipes and (deadline is None or time.monotonic() < deadline):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for pipe in wait(list(pipes), left):
+            left = _STOPPED_S if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(pipes), left)
+            if not ready and deadline is None:
+                stopped = self._end_stopped(stopped)
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
                 if not self._receive(pipe):
                     dead.append(pipes.pop(pipe))
@@ -164,6 +170,18 @@ class RankPool:
             for process in self._processes.values():
                 process.kill()
         self._abort()
+
+    def _end_stopped(self, before: set[int]) -> set[int]:
+        """End the ranks that are stopped, as they were before; returns those that are.
+
+        They are alive, so nothing else would end a collective that waits for them.
+        """
+        stopped = {rank for rank, process in self._processes.items() if _is_stopped(process.pid)}
+        for rank in sorted(stopped & before):
+            process = self._processes[rank]
+            self.fail(f"rank {rank} (process {process.pid}) was stopped for {_STOPPED_S:.0f} s")
+            process.kill()
+        return stopped
 
     def _receive(self, pipe: Connection) -> bool:
         """Take one message; False if the rank is gone."""
@@ -196,3 +214,11 @@ class RankPool:
         if code < 0:
             return f"(process {process.pid}) was killed by {signal.Signals(-code).name}"
         return f"(process {process.pid}) ended with exit code {code}; its stderr may say why"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a child of ours was stopped and not continued; under a debugger it is not."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except (AttributeError, ChildProcessError):  # macOS may lack the call; or it has been reaped
+        return False

@@ -8,6 +8,7 @@ import pytest
 from tp_helpers import TIGHT, alive_after, at_step, kill_rank, rank_pids, run
 
 from nanovllm import LLM, ConfigError, WorkerError
+from nanovllm.engine import rank_pool
 from nanovllm.engine.rank_pool import RankPool
 
 
@@ -113,6 +114,20 @@ def test_a_rank_that_is_killed_ends_the_engine(tiny_checkpoint, prompts, monkeyp
         run(llm, prompts)
     assert time.monotonic() - began < 10
     assert alive_after(pids, 1) == []
+    llm.close()
+
+
+def test_a_rank_that_is_stopped_ends_the_engine(tiny_checkpoint, prompts, monkeypatch):
+    """It lives, so rank 0 waited in a collective: ten minutes on gloo, for ever on NCCL."""
+    monkeypatch.setattr(rank_pool, "_STOPPED_S", 0.3)
+    llm = LLM(str(tiny_checkpoint()), tensor_parallel_size=2, **TIGHT)
+    (pid,) = rank_pids(llm)
+    at_step(monkeypatch, llm, 8, lambda: os.kill(pid, signal.SIGSTOP))
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank 1 \(process {pid}\) was stopped"):
+        run(llm, prompts)
+    assert time.monotonic() - began < 10
+    assert alive_after([pid], 1) == []
     llm.close()
 
 
