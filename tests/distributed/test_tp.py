@@ -36,6 +36,15 @@ def test_ranks_sample_the_same_tokens(two_ranks, tiny_checkpoint, prompts):
         assert sampled == run(llm, prompts, **options)
 
 
+def test_the_rank_with_the_least_memory_decides_on_the_number_of_blocks(two_ranks, monkeypatch):
+    """Each rank sizing its own cache led to illegal accesses on the smaller one."""
+    workers, pool = two_ranks.engine.workers, two_ranks.engine.workers._pool
+    own, replies = workers.num_blocks_that_fit(), pool.replies
+    for difference in (-1, 1):
+        monkeypatch.setattr(pool, "replies", lambda d=difference: [n + d for n in replies()])
+        assert workers.num_blocks_that_fit() == min(own, own + difference)
+
+
 def test_ctrl_c_leaves_the_ranks_in_step(
     two_ranks, tiny_checkpoint, prompts, greedy_tokens, monkeypatch
 ):
