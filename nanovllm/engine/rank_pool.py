@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from nanovllm.engine.rank_messages import CALL, Failure, RankSetup, Reply, encode_call
+from nanovllm.engine.rank_messages import Failure, RankSetup, encode_call
 from nanovllm.engine.shm_ring import RingWriter
 from nanovllm.errors import WorkerError
 
@@ -40,7 +40,7 @@ class RankPool:
         self._abort = abort
         self._is_ending = False
         self._has_failed = threading.Event()
-        self._replies: queue.Queue[Reply] = queue.Queue()
+        self._replies: queue.Queue[Any] = queue.Queue()
         self._failures: list[Failure] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pipes: dict[int, Connection] = {}
@@ -76,7 +76,7 @@ class RankPool:
     def call(self, method: str, *args: Any) -> None:
         """Tell all ranks to call a method of their ModelRunner; `replies` has what came of it."""
         self.wait_for_room()
-        self.ring.publish(CALL, encode_call(method, args))
+        self.ring.publish(encode_call(method, *args))
 
     def replies(self) -> list[Any]:
         """One value from each rank for the last call; raises WorkerError if a rank has failed."""
@@ -84,7 +84,7 @@ class RankPool:
         while len(values) < len(self._processes):
             self.check()
             try:
-                values.append(self._replies.get(timeout=_POLL_S).value)
+                values.append(self._replies.get(timeout=_POLL_S))
             except queue.Empty:
                 continue
         return values

@@ -19,7 +19,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import BatchInput
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.rank_messages import STEP, RankSetup, encode_step
+from nanovllm.engine.rank_messages import STEP, RankSetup
 from nanovllm.engine.rank_pool import RankPool
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.errors import ConfigError, NanoVLLMError
@@ -126,8 +126,7 @@ class TPWorkers:
         with self._ending_on(Exception):
             self._pool.wait_for_room()
         with deferred_interrupt(), self._ending_on(BaseException), self._own_part():
-            self._pool.check()
-            self._pool.ring.publish(STEP, *encode_step(batch))
+            self._pool.call(STEP, batch)
             handle = self._runner.launch(batch)
         return _WatchedStep(self, handle)
 
