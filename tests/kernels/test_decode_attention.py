@@ -7,7 +7,7 @@ triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.decode_attention import (  # noqa: E402
     AttentionPlan,
-    decode_attention,
+    fused_decode_attention,
     plan_attention,
 )
 from nanovllm.layers.attention.reference import ReferenceAttention  # noqa: E402
@@ -92,7 +92,7 @@ class Case:
         pieces = B * self.Hkv * self.group * plan.num_splits
         partials = torch.full((pieces * (self.D + 1),), torch.nan, device=DEVICE)
         counts = torch.zeros(B * self.Hkv, dtype=torch.int32, device=DEVICE)
-        decode_attention(
+        fused_decode_attention(
             qkv,
             self.cache[0],
             self.cache[1],

@@ -21,10 +21,10 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_attention import decode_attention
+        from nanovllm.kernels.paged_attention import plain_decode_attention
         from nanovllm.kernels.prefill_attention import prefill_attention
 
-        self._decode_attention = decode_attention
+        self._decode_attention = plain_decode_attention
         self._prefill_attention = prefill_attention
         self._arrivals: Tensor | None = None  # int32, zero between steps
 
