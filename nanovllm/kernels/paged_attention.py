@@ -270,9 +270,11 @@ def plain_decode_attention(
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = layer_kv.k.shape[1:3]
-    assert q.stride()[1:] == (head_dim, 1)
-    assert out.is_contiguous()
-    assert arrivals.numel() >= num_seqs * num_kv_heads
+    assert q.stride()[1:] == (head_dim, 1), f"heads of a query row lie apart: {q.stride()}"
+    assert out.is_contiguous(), f"out has gaps: shape {tuple(out.shape)}, strides {out.stride()}"
+    assert arrivals.numel() >= num_seqs * num_kv_heads, (
+        f"{arrivals.numel()} counters for {num_seqs} sequences of {num_kv_heads} KV heads"
+    )
     max_len = block_tables.shape[1] * block_size
     split, stages, merged = decode_plan(num_seqs, max_len)
     max_splits = triton.cdiv(max_len, split)

@@ -100,13 +100,15 @@ def qk_norm_rope_store(
     Slot -1 stores nothing. Float32 inside. The results are views of `qkv`.
     """
     num_tokens = qkv.shape[0]
-    assert qkv.stride(1) == 1
-    assert cos_sin.is_contiguous()
-    assert (q_weight is None) == (k_weight is None)
+    assert qkv.stride(1) == 1, f"rows of qkv must be contiguous, strides are {qkv.stride()}"
+    assert cos_sin.is_contiguous(), f"cos_sin must be contiguous, strides are {cos_sin.stride()}"
+    assert (q_weight is None) == (k_weight is None), "q and k are normalised both or neither"
     block_size = layer_kv.k.shape[1]
     for cache in (layer_kv.k, layer_kv.v):
         assert cache.stride(0) == block_size * cache.stride(1), "cache rows must be evenly spaced"
-        assert cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
+        assert cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1), (
+            f"cache rows of {num_kv_heads} heads of {head_dim} have strides {cache.stride()[1:]}"
+        )
     if num_tokens:
         total_heads = num_heads + 2 * num_kv_heads
         _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
