@@ -72,9 +72,6 @@ class Case:
             EPS,
             layer_kv,
             self.slots,
-            self.group * self.Hkv,
-            self.Hkv,
-            self.D,
         )
         ones = torch.arange(self.B + 1, dtype=torch.int32, device=DEVICE)
         sums = torch.cat((ones[:1], self.seqlens_k.cumsum(0).int()))
