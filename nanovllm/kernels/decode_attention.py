@@ -50,7 +50,7 @@ def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int)
     return AttentionPlan(one_tile, True, split, num_splits, is_long, stages, tile, num_warps)
 
 
-def decode_attention(
+def fused_decode_attention(
     qkv: Tensor,  # [B, (Hq + 2 Hkv) * D] raw products of this step's tokens
     k_cache: Tensor,  # [num_blocks, S, Hkv, D]
     v_cache: Tensor,  # as k_cache

@@ -61,7 +61,7 @@ class FastDecode:
 
         self.model, self.kv_cache, self.max_model_len = model, kv_cache, max_model_len
         self._exchange = exchange
-        self._attend = decode_attention.decode_attention
+        self._attend = decode_attention.fused_decode_attention
         self._plan_attention = decode_attention.plan_attention
         _prepare_weights(model)
         self._layers = _layer_weights(model)
