@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, NanoVLLMError, RequestOutput, SamplingParams
+from nanovllm.requests import check_requests
 
 #            hidden  MLP    layers heads KV heads head_dim vocab   tied
 SHAPES = {
@@ -39,6 +40,7 @@ FIELDS = (
     "tie_word_embeddings",
 )
 MAX_PROMPT_ID = 10000  # ids of random prompts, as in nano-vllm's bench
+NUM_PROFILED_KERNELS = 30  # lines of the table
 
 
 @dataclass
@@ -117,7 +119,7 @@ def parse_args() -> argparse.Namespace:
     add("--json", metavar="FILE", help="write every repetition and the options there")
     add("--latency", action="store_true", help="ms per decode step by batch size, instead")
     add("--batch-sizes", type=positive, nargs="+", help="of --latency")
-    add("--profile", type=positive, metavar="BATCH", help="kernels of a decode step, instead")
+    add("--profile", type=positive, metavar="BATCH", help="kernels of decode steps, instead")
     add("--dummy", action="store_true", help="random weights for a folder or hub id")
     add("--enforce-eager", action="store_true")
     add("--no-async", action="store_true", help="async_scheduling=False")
@@ -165,6 +167,7 @@ def set_defaults(args: argparse.Namespace) -> None:
     args.output_len = args.output_len or ([100, 1024] if has_gpu else [16, 64])
     args.repetitions = args.repetitions or (3 if has_gpu else 1)
     args.latency_output_len = 512 if has_gpu else 64
+    args.profile_input_len, args.profile_steps = (512, 32) if has_gpu else (64, 8)
     if args.batch_sizes is None:
         args.batch_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256] if has_gpu else [1, 2, 4, 8]
 
@@ -293,29 +296,74 @@ def bench_latency(args: argparse.Namespace, llm: LLM) -> None:
     """Print wall milliseconds per decode step: prompts of 128 tokens, 512 out (64 on CPU)."""
     vocab_size = llm.engine.limits.vocab_size
     rows = []
-    print("batch  ms/step  tok/s")
+    print("batch  ms/step  (from - to)      tok/s")
     for batch_size in args.batch_sizes:
         output_len = (args.latency_output_len, args.latency_output_len)
         load = Load(batch_size, (128, 128), output_len, 0, args.temperature)
         run_once(llm, load, 999, None, vocab_size)
         results = [run_once(llm, load, i, None, vocab_size) for i in range(args.repetitions)]
-        step_ms = statistics.median(1e3 * r.decode_s / r.num_decode_steps for r in results)
-        rows.append({"batch_size": batch_size, "step_ms": step_ms})
-        print(f"{batch_size:5d}  {step_ms:7.3f}  {batch_size / step_ms * 1e3:.0f}", flush=True)
+        all_ms = [1e3 * r.decode_s / r.num_decode_steps for r in results]
+        step_ms = statistics.median(all_ms)
+        rows.append({"batch_size": batch_size, "step_ms": step_ms, "all_ms": all_ms})
+        spread = f"({min(all_ms):.3f} - {max(all_ms):.3f})"
+        rate = batch_size / step_ms * 1e3
+        print(f"{batch_size:5d}  {step_ms:7.3f}  {spread:15s}  {rate:.0f}", flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps({"options": vars(args), "results": rows}, indent=2))
 
 
 def profile_decode(args: argparse.Namespace, llm: LLM) -> None:
-    """Print the kernels of decode steps at one batch size, by time."""
-    load = Load(args.profile, (512, 512), (64, 64), 0, args.temperature)
-    vocab_size = llm.engine.limits.vocab_size
+    """Print the kernels of decode steps at one batch size, by time; prompts of 512 tokens (64 on
+    CPU).
+    """
+    engine, batch_size = llm.engine, args.profile
+    if batch_size > engine.config.max_num_seqs:
+        raise NanoVLLMError(f"--profile {batch_size} needs --max-num-seqs {batch_size} at least")
+    input_len = (args.profile_input_len, args.profile_input_len)
+    load = Load(batch_size, input_len, (64, 64), 0, args.temperature)
+    vocab_size = engine.limits.vocab_size
     run_once(llm, load, 999, None, vocab_size)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    prompts, params = load.draw(0, vocab_size)
+    engine.begin_call()
+    for request in check_requests(prompts, params, None, engine.limits):
+        engine.add_request(request)
+    while engine.has_work and engine.stats.num_prefill_tokens < sum(map(len, prompts)):
+        engine.step()
+    engine.step()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    is_gpu = engine.workers.device.type == "cuda"
+    if is_gpu:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        torch.cuda.synchronize()  # the step in flight is not counted
     with torch.profiler.profile(activities=activities) as profiler:
-        result = run_once(llm, load, 0, None, vocab_size)
-    print(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=25))
-    print(result)
+        began = time.perf_counter()
+        for _ in range(args.profile_steps):
+            engine.step()
+        if is_gpu:
+            torch.cuda.synchronize()
+        step_ms = 1e3 * (time.perf_counter() - began) / args.profile_steps
+    engine.abort_all()
+    print(f"{args.profile_steps} decode steps of {batch_size}, {step_ms:.3f} ms each when profiled")
+    print_kernels(profiler.key_averages(), args.profile_steps, is_gpu)
+
+
+def print_kernels(averages: Any, num_steps: int, is_gpu: bool) -> None:
+    """A table of a profile: kernels, or torch's operators without a GPU, by time per step.
+
+    Kernels that start before the one before them has ended count their wait as time of their own.
+    """
+    kind = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
+    rows = [
+        (item.self_device_time_total if is_gpu else item.self_cpu_time_total, item.count, item.key)
+        for item in averages
+        if item.device_type == kind
+    ]
+    total = sum(us for us, _, _ in rows) or 1.0
+    print("us/step  share  calls/step ", "kernel" if is_gpu else "operator")
+    for us, count, name in sorted(rows, reverse=True)[:NUM_PROFILED_KERNELS]:
+        per_step, calls = us / num_steps, count / num_steps
+        print(f"{per_step:7.1f}  {us / total:5.1%}  {calls:10.1f}  {name[:80]}")
+    print(f"{total / num_steps:7.1f}  in all")
 
 
 def main() -> None:

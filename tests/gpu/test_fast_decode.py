@@ -4,10 +4,12 @@ import pytest
 import torch
 from decode_models import MAX_LEN, Batch, check, config, random_model
 
+from nanovllm.kernels.decode_attention import plan_attention
 from nanovllm.layers.ops import triton_ops
 from nanovllm.models.fast_decode import FastDecode
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 
 REAL_SHAPE = {
     "vocab_size": 5000,
@@ -22,26 +24,36 @@ SIZES = [1, 2, 17, 64, 65, 130]  # one row, our own products at every tile, cuBL
 
 def lengths(batch_size):
     """Short, long and padded rows."""
-    return [(0, 1, 130, MAX_LEN, 64, 65)[(i + 3) % 6] for i in range(batch_size)]
+    return [(0, 1, 130, MAX_LEN, 64, 1025)[(i + 3) % 6] for i in range(batch_size)]
 
 
 @pytest.mark.parametrize("page", [16, 256])
 @pytest.mark.parametrize("batch_size", SIZES)
 def test_equals_plain_forward(batch_size, page):
-    check(random_model(config(**REAL_SHAPE), ops=triton_ops()), lengths(batch_size), page)
+    check(random_model(config(**REAL_SHAPE), DEVICE, ops=triton_ops()), lengths(batch_size), page)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 17, 64, 130])  # every kernel and depth of pipeline
+def test_table_of_40960_tokens(batch_size):
+    """Attention's pieces then grow with their row, beyond what the grid alone would cover."""
+    shape = REAL_SHAPE | {"num_layers": 1, "max_position_embeddings": 40_960}
+    rows = [40_960, 33_333, 0, 1, 2_049, 20_481] + [100] * batch_size
+    model = random_model(config(**shape), DEVICE, ops=triton_ops())
+    assert plan_attention(batch_size, 8, 2, 40_960).is_long
+    check(model, rows[:batch_size], max_len=40_960)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 def test_odd_shapes(batch_size):
     """A hidden size that is no power of two, five query heads on a KV head, head_dim 64."""
     changes = {"hidden_size": 2560, "intermediate_size": 9728, "num_heads": 40, "head_dim": 64}
-    model = random_model(config(**(REAL_SHAPE | changes)), ops=triton_ops())
+    model = random_model(config(**(REAL_SHAPE | changes)), DEVICE, ops=triton_ops())
     check(model, lengths(batch_size))
 
 
 @pytest.mark.parametrize("batch_size", SIZES)
 def test_graph_equals_eager_bit_for_bit(batch_size):
-    model = random_model(config(**REAL_SHAPE), ops=triton_ops())
+    model = random_model(config(**REAL_SHAPE), DEVICE, ops=triton_ops())
     batch = Batch(model, lengths(batch_size))
     step = FastDecode(model, batch.cache, batch_size, MAX_LEN)
     eager = batch.fast(step)
@@ -59,7 +71,7 @@ def test_graph_equals_eager_bit_for_bit(batch_size):
 @pytest.mark.parametrize("batch_size", [2, 8, 32, 64, 128])
 def test_a_row_does_not_depend_on_its_neighbours(batch_size):
     """Inside one graph size: other rows' lengths, or their order, change no bit of a row."""
-    model = random_model(config(**REAL_SHAPE), ops=triton_ops())
+    model = random_model(config(**REAL_SHAPE), DEVICE, ops=triton_ops())
     batch = Batch(model, [MAX_LEN, *lengths(batch_size - 1)])
     step = FastDecode(model, batch.cache, batch_size, MAX_LEN)
     row = batch.fast(step)[0]

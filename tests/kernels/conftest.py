@@ -39,6 +39,14 @@ def device(request):
     return torch.device(request.param)
 
 
+@pytest.fixture
+def pdl(device):
+    """Whether kernels are launched with programmatic dependent launch: where it can be had."""
+    from nanovllm.kernels.pdl import HAS_PDL
+
+    return HAS_PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def dtype(request):
     return request.param

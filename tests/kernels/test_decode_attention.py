@@ -1,10 +1,14 @@
 """The fused decode attention against torch: norm, rotation, cache store, softmax, merged pieces."""
 
+import functools
+
 import pytest
 import torch
+from paged_steps import assert_heads_close
 
 triton = pytest.importorskip("triton")
 
+from nanovllm.kernels import decode_attention as module  # noqa: E402
 from nanovllm.kernels.decode_attention import (  # noqa: E402
     AttentionPlan,
     fused_decode_attention,
@@ -14,7 +18,6 @@ from nanovllm.layers.attention.reference import ReferenceAttention  # noqa: E402
 from nanovllm.layers.rotary_embedding import cos_sin_table, qk_norm_rope_store  # noqa: E402
 from nanovllm.utils.context import AttentionMetadata, LayerKV  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: under TRITON_INTERPRET=1
 EPS = 1e-6
 
 ONE_TILE = AttentionPlan(True, True, split=64, num_splits=4, is_long=False, stages=1)
@@ -31,7 +34,10 @@ LENGTHS = [1, 0, 64, 65, 197, 256]  # 0: a padded row
 class Case:
     """A cache full of NaN but for the sequences' own tokens, and one new token for each."""
 
-    def __init__(self, lengths=LENGTHS, page=16, group=2, num_kv_heads=2, D=64, qk_norm=True):
+    def __init__(
+        self, device, pdl, lengths=LENGTHS, page=16, group=2, num_kv_heads=2, D=64, qk_norm=True
+    ):
+        self.device, self.pdl = device, pdl
         self.generator = torch.Generator().manual_seed(0)
         self.B, self.group, self.Hkv, self.D = len(lengths), group, num_kv_heads, D
         pages = -(-max(lengths) // page)
@@ -46,13 +52,13 @@ class Case:
                 2, max(n - 1, 0), num_kv_heads, D
             )
             slots.append(int(rows[n - 1]) if n else -1)
-        self.tables = tables.to(DEVICE)
-        self.cache = cache.to(DEVICE, torch.bfloat16)
-        self.seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        self.slots = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
-        self.cos_sin = cos_sin_table(D, 4096, 1e6, torch.device(DEVICE))
-        self.qkv = self.random(self.B, (group + 2) * num_kv_heads * D).to(DEVICE, torch.bfloat16)
-        norms = (1 + 0.2 * self.random(2, D)).to(DEVICE, torch.bfloat16)
+        self.tables = tables.to(device)
+        self.cache = cache.to(device, torch.bfloat16)
+        self.seqlens_k = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        self.slots = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        self.cos_sin = cos_sin_table(D, 4096, 1e6, device)
+        self.qkv = self.random(self.B, (group + 2) * num_kv_heads * D).to(device, torch.bfloat16)
+        norms = (1 + 0.2 * self.random(2, D)).to(device, torch.bfloat16)
         self.q_weight, self.k_weight = norms if qk_norm else (None, None)
 
     def random(self, *shape):
@@ -73,7 +79,7 @@ class Case:
             layer_kv,
             self.slots,
         )
-        ones = torch.arange(self.B + 1, dtype=torch.int32, device=DEVICE)
+        ones = torch.arange(self.B + 1, dtype=torch.int32, device=self.device)
         sums = torch.cat((ones[:1], self.seqlens_k.cumsum(0).int()))
         longest = int(self.seqlens_k.max())
         meta = AttentionMetadata(
@@ -81,14 +87,14 @@ class Case:
         )
         return ReferenceAttention().attend(q, k, v, layer_kv, meta).flatten(1), cache
 
-    def run(self, plan, rows=slice(None), pdl=False):
+    def run(self, plan, rows=slice(None)):
         qkv = self.qkv[rows].contiguous()
         B = qkv.shape[0]
-        out = torch.full((B, self.group * self.Hkv * self.D), torch.nan, device=DEVICE)
+        out = torch.full((B, self.group * self.Hkv * self.D), torch.nan, device=self.device)
         out = out.to(torch.bfloat16)
         pieces = B * self.Hkv * self.group * plan.num_splits
-        partials = torch.full((pieces * (self.D + 1),), torch.nan, device=DEVICE)
-        counts = torch.zeros(B * self.Hkv, dtype=torch.int32, device=DEVICE)
+        partials = torch.full((pieces * (self.D + 1),), torch.nan, device=self.device)
+        counts = torch.zeros(B * self.Hkv, dtype=torch.int32, device=self.device)
         fused_decode_attention(
             qkv,
             self.cache[0],
@@ -104,7 +110,7 @@ class Case:
             counts,
             plan,
             eps=EPS,
-            pdl=pdl,
+            pdl=self.pdl,
         )
         assert not counts.any(), "the next layer would never see its last piece arrive"
         return out
@@ -113,38 +119,67 @@ class Case:
         expected, cache = self.expected()
         out = self.run(plan)
         real = self.seqlens_k > 0
-        torch.testing.assert_close(out[real].float(), expected[real], rtol=0.02, atol=0.02)
+        heads = (-1, self.group * self.Hkv, self.D)
+        assert_heads_close(out[real].view(heads), expected[real].view(heads))
         assert not out[~real].any(), "padded rows come back as zeros"
         torch.testing.assert_close(self.cache.float(), cache, rtol=0.02, atol=0.02, equal_nan=True)
 
 
+@pytest.fixture
+def make_case(device, pdl):
+    """make_case(lengths, **shape) -> Case"""
+    return functools.partial(Case, device, pdl)
+
+
+@pytest.fixture
+def kernels(count_launches):
+    """How often each kernel was launched, by AttentionPlan.one_tile."""
+    return {
+        True: count_launches(module, "one_tile_kernel"),
+        False: count_launches(module, "pipelined_kernel"),
+    }
+
+
 @pytest.mark.parametrize("plan", PLANS)
-def test_plans(plan):
-    Case().check(plan)
+def test_plans(plan, make_case, kernels):
+    make_case().check(plan)
+    assert kernels[plan.one_tile].launches == 1
+    assert kernels[not plan.one_tile].launches == 0
 
 
 @pytest.mark.parametrize("plan", [CUDA_CORES, PIPELINED])
-def test_pages_larger_than_a_piece(plan):
+def test_pages_larger_than_a_piece(plan, make_case):
     """Pages are looked up once, not for every token or tile."""
-    Case([70, 197], page=256).check(plan)
+    make_case([70, 197], page=256).check(plan)
 
 
 @pytest.mark.parametrize("plan", [CUDA_CORES, ONE_TILE, PIPELINED])
 @pytest.mark.parametrize(("group", "D"), [(1, 64), (5, 128), (16, 64)])
-def test_groups_and_head_dims(plan, group, D):
-    Case([130], group=group, num_kv_heads=1, D=D).check(plan)
+def test_groups_and_head_dims(plan, group, D, make_case):
+    make_case([130], group=group, num_kv_heads=1, D=D).check(plan)
 
 
 @pytest.mark.parametrize("plan", [CUDA_CORES, ONE_TILE, PIPELINED])
-def test_without_qk_norm(plan):
-    Case([70], qk_norm=False).check(plan)
+def test_without_qk_norm(plan, make_case):
+    make_case([70], qk_norm=False).check(plan)
 
 
 @pytest.mark.parametrize("plan", [ONE_TILE_LONG, PIPELINED])
-def test_a_row_does_not_depend_on_its_neighbours(plan):
-    together = Case().run(plan)
-    alone = torch.cat([Case().run(plan, slice(i, i + 1)) for i in (2, 4)])
+def test_a_row_does_not_depend_on_its_neighbours(plan, make_case):
+    together = make_case().run(plan)
+    alone = torch.cat([make_case().run(plan, slice(i, i + 1)) for i in (2, 4)])
     assert torch.equal(together[[2, 4]], alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", [torch.device("cuda")], ids=str)
+@pytest.mark.parametrize("page", [16, 256])
+@pytest.mark.parametrize("batch_size", [1, 4, 8, 20, 64, 130])
+def test_long_contexts_as_planned(batch_size, page, make_case):
+    """At the shape of real models, with the plan that the batch size gets."""
+    lengths = [2500, 2049, 1, 1024, 1537, 0, 255, 256, 257] + [300] * batch_size
+    case = make_case(lengths[:batch_size], page, group=2, num_kv_heads=8, D=128)
+    case.check(plan_attention(batch_size, 8, 2, 2500))
 
 
 def test_plan_covers_every_length():

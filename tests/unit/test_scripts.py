@@ -42,10 +42,26 @@ def test_bench_prints_nano_vllms_line_and_json(tmp_path: Path) -> None:
 
 
 def test_bench_latency() -> None:
-    sizes = ["--batch-sizes", "1", "--repetitions", "1"]
+    sizes = ["--batch-sizes", "1", "--repetitions", "2"]
     done = run("bench.py", "--device", "cpu", "--model", "tiny", "--latency", *sizes)
     assert done.returncode == 0, done.stderr
-    assert "ms/step" in done.stdout
+    *_, title, row = done.stdout.splitlines()
+    assert title.split() == ["batch", "ms/step", "(from", "-", "to)", "tok/s"]
+    batch, median, low, high, rate = (float(x.strip("()")) for x in row.split() if x != "-")
+    assert (batch, low <= median <= high, rate > 0) == (1, True, True)
+
+
+def test_bench_profile_is_of_decode_steps_only() -> None:
+    """Once it was of a whole run, so that prefill's kernels came first."""
+    done = run("bench.py", "--device", "cpu", "--model", "tiny", "--profile", "2")
+    assert done.returncode == 0, done.stderr
+    _, first, title, *rows, last = done.stdout.splitlines()
+    assert first.startswith("8 decode steps of 2, ")
+    assert title.split() == ["us/step", "share", "calls/step", "operator"]
+    calls = {row.split()[3]: float(row.split()[2]) for row in rows}
+    # 4 layers of 4 products each, and the head; the first of a prefill would add to them
+    assert calls["aten::mm"] + calls.get("aten::addmm", 0) == 17
+    assert last.endswith("in all")
 
 
 def test_bench_counts_what_was_generated() -> None:
