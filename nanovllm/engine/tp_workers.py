@@ -107,8 +107,9 @@ class TPWorkers:
         return _WatchedStep(self, handle)
 
     def close(self) -> None:
-        """End the other ranks and give the memory back; idempotent."""
-        self._finalizer()
+        """End the other ranks and give the memory back; idempotent, and not cut short by Ctrl-C."""
+        with deferred_interrupt():
+            self._finalizer()
 
     def _connect(self, communicator: Communicator) -> None:
         """Meet the other ranks once all are up.

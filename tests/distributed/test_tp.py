@@ -78,6 +78,18 @@ def test_ctrl_c_while_ranks_start_ends_them_and_leaves_no_thread(tiny_checkpoint
         LLM(str(tiny_checkpoint()), tensor_parallel_size=2)
 
 
+def test_ctrl_c_does_not_cut_a_close_short(tiny_checkpoint, monkeypatch):
+    """It left the ring, and ranks that nobody waited for."""
+    llm = LLM(str(tiny_checkpoint()), tensor_parallel_size=2, **TIGHT)
+    pool, pids = llm.engine.workers._pool, rank_pids(llm)
+    end = pool.end
+    monkeypatch.setattr(pool, "end", lambda: (signal.raise_signal(signal.SIGINT), end()))
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert alive_after(pids, 0) == []
+    llm.close()
+
+
 def test_a_forked_child_that_exits_leaves_the_ranks_alone(two_ranks, prompts):
     if (pid := os.fork()) == 0:
         two_ranks.close()
