@@ -42,12 +42,14 @@ class CudaGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._token_ids: dict[int, Tensor] = {}  # int32 [size], written by each replay
         pool = None
+        # not torch's own stream for captures, which stays on the device that first used it
+        stream = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
         for size in reversed(capture_sizes(runner.config.max_num_seqs)):
             batch = dummy_decode(runner, size, device_buffer)
             runner.decode(batch)  # compiles and warms up what may not run first under capture
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads, such as the tokenizer's, may use CUDA meanwhile
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self._token_ids[size] = runner.decode(batch)
             pool = pool or graph.pool()
             self._graphs[size] = graph

@@ -4,13 +4,15 @@ On a GPU that is measured: the largest prefill and the largest sampling are run,
 `gpu_memory_utilization` leaves beside their peak goes to the cache.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.cuda_graphs import capture_sizes
-from nanovllm.engine.dummy_batches import dummy_prefill
+from nanovllm.engine.dummy_batches import dummy_decode, dummy_prefill
 from nanovllm.errors import ConfigError
 from nanovllm.utils.device import free_host_bytes
 from nanovllm.utils.integers import divide_up
@@ -33,6 +35,19 @@ def num_blocks_on_cpu(config: EngineConfig, max_model_len: int, block_bytes: int
     wanted = per_seq * min(config.max_num_seqs, _CPU_MAX_SEQS)
     allowed = min(_CPU_MAX_BYTES, free_host_bytes() // 4) // block_bytes
     return max(min(wanted, allowed), per_seq)
+
+
+@contextlib.contextmanager
+def explained(device: torch.device, doing: str, remedy: str) -> Iterator[None]:
+    """Turn the allocator's out-of-memory error into a ConfigError that says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = (n / 2**30 for n in torch.cuda.mem_get_info(device))
+        raise ConfigError(
+            f"{device} ran out of memory while {doing}: {free:.2f} of {total:.2f} GiB are free. "
+            f"{remedy} ({error})"
+        ) from error
 
 
 class DeviceBudget:
@@ -62,9 +77,10 @@ def num_blocks_on_gpu(runner: "ModelRunner", budget: DeviceBudget) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     runner.allocate_kv_cache(1)
     runner.build_fast_decode()
-    runner.compile_kernels()
     for num_seqs in (_num_long_seqs(runner), config.max_num_seqs):
         runner.run(dummy_prefill(runner, num_seqs))
+    if runner.attention.name != "reference":  # which takes no padded rows
+        runner.decode(dummy_decode(runner, config.max_num_seqs))
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - budget.allocated_bytes
     runner.release_kv_cache()

@@ -15,9 +15,14 @@ from torch import Tensor
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import BatchInput, ForwardBatch
-from nanovllm.engine.cuda_graphs import CudaGraphs, capture_sizes
-from nanovllm.engine.dummy_batches import dummy_decode, dummy_prefill
-from nanovllm.engine.memory import DeviceBudget, num_blocks_on_cpu, num_blocks_on_gpu
+from nanovllm.engine.cuda_graphs import CudaGraphs
+from nanovllm.engine.first_compile import compiling
+from nanovllm.engine.memory import (
+    DeviceBudget,
+    explained,
+    num_blocks_on_cpu,
+    num_blocks_on_gpu,
+)
 from nanovllm.engine.staging import Staging
 from nanovllm.engine.step_handle import CudaStep, DoneStep, StepHandle
 from nanovllm.errors import ConfigError
@@ -27,7 +32,7 @@ from nanovllm.layers.ops import select_ops
 from nanovllm.models.config import DecoderConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.fast_decode import FastDecode
-from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.device import on_own_device, resolve_device, resolve_dtype
 from nanovllm.utils.distributed import TPGroup
 from nanovllm.utils.loader import fill_dummy, load_weights
 
@@ -82,28 +87,36 @@ class ModelRunner:
             and self.attention.name != "reference"
         )
         self.load_s = 0.0
-        self._has_compiled = False
         self.graphs: CudaGraphs | None = None
         self.fast_decode: FastDecode | None = None
         self._exchange: PeerExchange | None = None
         self._budget = DeviceBudget(self.device)
 
+    @on_own_device
     def load(self) -> None:
         """Build the model on the device and fill it from the checkpoint, or at random if asked to.
 
         Raises:
             CheckpointError: weights are missing, incomplete or of the wrong shape.
+            ConfigError: they do not fit into the device's memory.
         """
         began = time.perf_counter()
+        remedy = "Use more GPUs (tensor_parallel_size) or a smaller model"
+        with explained(self.device, "loading the weights", remedy), compiling(self):
+            self.build_model()
+            if self.config.load_format == "dummy":
+                fill_dummy(self.model, self.config.seed or 0)
+            else:
+                load_weights(self.model, self.folder)
+        self.load_s = time.perf_counter() - began
+
+    def build_model(self) -> None:
+        """Allocate the model; what its weights hold is left open."""
         self.model = CausalLM(
             self.model_config, self.tp, self.ops, self.attention, self.device, self.dtype
         )
-        if self.config.load_format == "dummy":
-            fill_dummy(self.model, self.config.seed or 0)
-        else:
-            load_weights(self.model, self.folder)
-        self.load_s = time.perf_counter() - began
 
+    @on_own_device
     @torch.inference_mode()
     def num_blocks_that_fit(self) -> int:
         """KV blocks that this rank's memory allows, measured with the largest steps there can be.
@@ -113,7 +126,9 @@ class ModelRunner:
         """
         if self.device.type == "cpu":
             return num_blocks_on_cpu(self.config, self.max_model_len, self.block_bytes())
-        return num_blocks_on_gpu(self, self._budget)
+        remedy = "Lower max_num_batched_tokens or max_num_seqs, or use more GPUs"
+        with explained(self.device, "running the largest steps", remedy):
+            return num_blocks_on_gpu(self, self._budget)
 
     def block_bytes(self) -> int:
         """Bytes of one KV block on this rank, over all layers."""
@@ -127,6 +142,7 @@ class ModelRunner:
             num_bytes -= embedding.numel() * embedding.itemsize
         return num_bytes
 
+    @on_own_device
     @torch.inference_mode()
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the paged cache and the token store.
@@ -156,22 +172,32 @@ class ModelRunner:
         for name in ("_staging", "token_store", "kv_cache"):
             self.__dict__.pop(name, None)
 
+    @on_own_device
     @torch.inference_mode()
     def prepare(self) -> None:
-        """Make ready to launch, with the cache at its final size: buffers and decode graphs."""
-        self.build_fast_decode()
-        self.compile_kernels()
-        if self.device.type == "cuda":
-            self._staging = Staging(self.config, self.max_model_len, self.device)
-            if self.uses_graphs:
-                self.graphs = CudaGraphs(self, self._staging.device_buffer)
+        """Make ready to launch, with the cache at its final size: buffers and decode graphs.
+
+        Raises:
+            ConfigError: the cache leaves too little memory for that.
+        """
+        remedy = "Lower gpu_memory_utilization, num_kvcache_blocks or max_num_seqs"
+        with explained(self.device, "preparing decode steps", remedy):
+            self.build_fast_decode()
+            if self.device.type == "cuda":
+                self._staging = Staging(self.config, self.max_model_len, self.device)
+                if self.uses_graphs:
+                    self.graphs = CudaGraphs(self, self._staging.device_buffer)
 
     def build_fast_decode(self) -> None:
         """Set up the fused decode step over the present cache, if it is wanted and can run."""
         if not (self.uses_graphs and self.config.fast_decode):
             return
         reason = FastDecode.unsupported_reason(
-            self.model_config, self.dtype, self.device, self.config.kvcache_block_size
+            self.model_config,
+            self.dtype,
+            self.device,
+            self.config.kvcache_block_size,
+            self.tp.size,
         )
         if reason is not None:
             logger.info("decoding with plain layers: %s", reason)
@@ -191,26 +217,7 @@ class ModelRunner:
             self._exchange,
         )
 
-    def compile_kernels(self) -> None:
-        """Compile what prefill and decode will need, in parallel; does so once."""
-        if self._has_compiled or self.device.type != "cuda" or self.ops.name != "triton":
-            return
-        self._has_compiled = True
-        try:
-            from nanovllm.kernels.compile_ahead import compile_ahead
-
-            with compile_ahead():
-                for num_seqs in (1, self.config.max_num_seqs):
-                    self.run(dummy_prefill(self, num_seqs))
-                self.token_store.zero_()  # nothing was sampled: what was stored is no token
-                for size in capture_sizes(self.config.max_num_seqs) if self.uses_graphs else ():
-                    self.decode(dummy_decode(self, size))
-                    self.token_store.zero_()
-        except Exception as error:  # it leans on Triton's internals; the real launches will tell
-            if self.tp.size > 1:
-                raise  # the other ranks are in the midst of collectives
-            logger.warning("kernels will be compiled one by one: %r", error)
-
+    @on_own_device
     @torch.inference_mode()
     def launch(self, batch: BatchInput) -> StepHandle:
         """Start one step and return without waiting for the device."""
@@ -293,6 +300,7 @@ class ModelRunner:
         is_best = ~(scores < scores.amax(0))  # true for NaN too: some id is always found
         return torch.where(is_best, ids, torch.iinfo(torch.int32).max).amin(0)
 
+    @on_own_device
     def close(self) -> None:
         """Drop graphs first, then cache and weights; idempotent. The object is of no use after."""
         self.release_kv_cache()

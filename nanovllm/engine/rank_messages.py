@@ -1,36 +1,29 @@
 """The messages between rank 0 and the other tensor-parallel ranks.
 
-Steps and calls go to all ranks through the shared-memory ring; what each rank answers, and its
-set-up before, goes through its own pipe.
+Every message to all ranks is a call of a ModelRunner method and goes through the shared-memory
+ring. A rank's set-up, and then what its calls return, or its failure, go through its own pipe.
 """
 
-import dataclasses
 import os
 import pickle
-import struct
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.batch import BatchHeader, BatchInput, max_num_words
+from nanovllm.engine.batch import max_num_words
 from nanovllm.engine.shm_ring import RingShape
 from nanovllm.models.config import DecoderConfig
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.gloo import GlooCommunicator
 from nanovllm.utils.nccl import NcclCommunicator
 
-STEP, CALL = 0, 1  # kinds of ring messages
+STEP = "launch"  # the one call that has no reply: its tokens are rank 0's to wait for
 
-_CALL_BYTES = 4096  # room for any call: a method's name and a few numbers
-_FIELDS = [
-    (item.name, bool if item.type is bool else int) for item in dataclasses.fields(BatchHeader)
-]
-_HEADER = struct.Struct(f"={len(_FIELDS)}i")
+_CALL_BYTES = 4096  # room for any call but for a step's buffer: names and a few numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +47,7 @@ class RankSetup:
             self.max_model_len,
             self.config.kvcache_block_size,
         )
-        return RingShape(
-            num_readers=self.config.tensor_parallel_size - 1,
-            slot_bytes=max(_HEADER.size + 4 * words, _CALL_BYTES),
-        )
+        return RingShape(self.config.tensor_parallel_size - 1, slot_bytes=4 * words + _CALL_BYTES)
 
     def new_communicator(self, device: torch.device) -> Communicator:
         """This rank's end of the group, not connected yet."""
@@ -65,14 +55,6 @@ class RankSetup:
         if isinstance(self.meeting_point, str):
             return GlooCommunicator(self.rank, size, self.meeting_point)
         return NcclCommunicator(self.rank, size, self.meeting_point, device)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What a call returned on one rank."""
-
-    rank: int
-    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +67,7 @@ class Failure:
     time_s: float = field(default_factory=time.monotonic)  # the same clock on all ranks
 
 
-def encode_call(method: str, args: tuple[Any, ...]) -> bytes:
+def encode_call(method: str, *args: Any) -> bytes:
     """A method of ModelRunner that all ranks are to call."""
     return pickle.dumps((method, args))
 
@@ -93,17 +75,3 @@ def encode_call(method: str, args: tuple[Any, ...]) -> bytes:
 def decode_call(text: bytearray) -> tuple[str, tuple[Any, ...]]:
     """The inverse of `encode_call`."""
     return pickle.loads(text)
-
-
-def encode_step(batch: BatchInput) -> tuple[bytes, memoryview]:
-    """A step, in two parts, so that the buffer is copied once: into the ring."""
-    header = _HEADER.pack(*(getattr(batch.header, name) for name, _ in _FIELDS))
-    return header, batch.buffer.data.cast("B")
-
-
-def decode_step(text: bytearray) -> BatchInput:
-    """The inverse of `encode_step`; the buffer is a view of `text`."""
-    words = zip(_FIELDS, _HEADER.unpack_from(text), strict=True)
-    values: dict[str, Any] = {name: kind(word) for (name, kind), word in words}
-    header = BatchHeader(**values)
-    return BatchInput(header, np.frombuffer(text, np.int32, offset=_HEADER.size))

@@ -4,6 +4,7 @@ Knows messages and processes; models and devices are `tp_workers.py`'s.
 """
 
 import contextlib
+import os
 import queue
 import signal
 import subprocess
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from nanovllm.engine.rank_messages import CALL, Failure, RankSetup, Reply, encode_call
+from nanovllm.engine.rank_messages import Failure, RankSetup, encode_call
 from nanovllm.engine.shm_ring import RingWriter
 from nanovllm.errors import WorkerError
 
 _POLL_S = 0.2  # how often a wait looks whether a rank has failed
 _FULL_RING_S = 300.0  # a rank that takes no message for so long is given up
+_STOPPED_S = 10.0  # a rank found stopped (SIGSTOP) at two looks so far apart is given up
 _REPORT_S = 1.0  # after one rank's failure, for others to report theirs: whose was the first?
 _EXIT_S = 5.0  # for a rank to end by itself before it is killed
 
@@ -38,7 +40,7 @@ class RankPool:
         self._abort = abort
         self._is_ending = False
         self._has_failed = threading.Event()
-        self._replies: queue.Queue[Reply] = queue.Queue()
+        self._replies: queue.Queue[Any] = queue.Queue()
         self._failures: list[Failure] = []
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pipes: dict[int, Connection] = {}
@@ -74,7 +76,7 @@ class RankPool:
     def call(self, method: str, *args: Any) -> None:
         """Tell all ranks to call a method of their ModelRunner; `replies` has what came of it."""
         self.wait_for_room()
-        self.ring.publish(CALL, encode_call(method, args))
+        self.ring.publish(encode_call(method, *args))
 
     def replies(self) -> list[Any]:
         """One value from each rank for the last call; raises WorkerError if a rank has failed."""
@@ -82,13 +84,14 @@ class RankPool:
         while len(values) < len(self._processes):
             self.check()
             try:
-                values.append(self._replies.get(timeout=_POLL_S).value)
+                values.append(self._replies.get(timeout=_POLL_S))
             except queue.Empty:
                 continue
         return values
 
     def wait_for_room(self) -> None:
         """Wait until the ring takes another message: as a rule, not at all."""
+        self.check()
         began = time.monotonic()
         while (reader := self.ring.slowest_reader()) is not None:
             self.check()
@@ -136,8 +139,10 @@ class RankPool:
 
     def join(self) -> None:
         """After `end`: wait, but not for ever, until rank 0 has left the group."""
-        if self._watcher.ident is not None:
-            self._watcher.join(_EXIT_S)
+        self._watcher.join(_EXIT_S)
+        if not self._watcher.is_alive():
+            for pipe in self._pipes.values():
+                pipe.close()
 
     def _watch(self) -> None:
         """Receive the ranks' messages until they are gone, then leave the group.
@@ -147,10 +152,14 @@ class RankPool:
         """
         pipes = {pipe: rank for rank, pipe in self._pipes.items()}
         dead: list[int] = []
+        stopped: set[int] = set()
         deadline: float | None = None
         while pipes and (deadline is None or time.monotonic() < deadline):
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for pipe in wait(list(pipes), left):
+            left = _STOPPED_S if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = wait(list(pipes), left)
+            if not ready and deadline is None:
+                stopped = self._end_stopped(stopped)
+            for pipe in ready:
                 assert isinstance(pipe, Connection)
                 if not self._receive(pipe):
                     dead.append(pipes.pop(pipe))
@@ -161,6 +170,18 @@ class RankPool:
             for process in self._processes.values():
                 process.kill()
         self._abort()
+
+    def _end_stopped(self, before: set[int]) -> set[int]:
+        """End the ranks that are stopped, as they were before; returns those that are.
+
+        They are alive, so nothing else would end a collective that waits for them.
+        """
+        stopped = {rank for rank, process in self._processes.items() if _is_stopped(process.pid)}
+        for rank in sorted(stopped & before):
+            process = self._processes[rank]
+            self.fail(f"rank {rank} (process {process.pid}) was stopped for {_STOPPED_S:.0f} s")
+            process.kill()
+        return stopped
 
     def _receive(self, pipe: Connection) -> bool:
         """Take one message; False if the rank is gone."""
@@ -193,3 +214,11 @@ class RankPool:
         if code < 0:
             return f"(process {process.pid}) was killed by {signal.Signals(-code).name}"
         return f"(process {process.pid}) ended with exit code {code}; its stderr may say why"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a child of ours was stopped and not continued; under a debugger it is not."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except (AttributeError, ChildProcessError):  # macOS may lack the call; or it has been reaped
+        return False

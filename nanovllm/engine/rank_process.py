@@ -15,14 +15,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.rank_messages import (
-    STEP,
-    Failure,
-    RankSetup,
-    Reply,
-    decode_call,
-    decode_step,
-)
+from nanovllm.engine.rank_messages import STEP, Failure, RankSetup, decode_call
 from nanovllm.engine.shm_ring import RingReader
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.distributed import CommunicationError, TPGroup
@@ -50,19 +43,18 @@ def main() -> None:
 
 
 def _serve(setup: RankSetup, pipe: Connection, ring: RingReader) -> None:
-    runner = _start(setup)
-    pipe.send(Reply(setup.rank, None))
+    runner = _start(setup, pipe)
+    pipe.send(None)
+    spin_s = _SPIN_S if runner.device.type == "cuda" else 0.0
     while True:
-        kind, text = _next_message(ring, spin_s=_SPIN_S if runner.device.type == "cuda" else 0.0)
-        if kind == STEP:
-            runner.launch(decode_step(text))  # the tokens are rank 0's to wait for
-        else:
-            method, args = decode_call(text)
-            pipe.send(Reply(setup.rank, getattr(runner, method)(*args)))
+        method, args = decode_call(_next_message(ring, spin_s))
+        result = getattr(runner, method)(*args)
+        if method != STEP:
+            pipe.send(result)
 
 
-def _start(setup: RankSetup) -> ModelRunner:
-    """Take this rank's device and meet the other ranks."""
+def _start(setup: RankSetup, pipe: Connection) -> ModelRunner:
+    """Take this rank's device, say so, and meet the other ranks."""
     config = setup.config
     size = config.tensor_parallel_size
     device = resolve_device(config.device, setup.rank, size)
@@ -73,11 +65,12 @@ def _start(setup: RankSetup) -> ModelRunner:
     communicator = setup.new_communicator(device)
     tp = TPGroup(setup.rank, size, communicator)
     runner = ModelRunner(config, setup.model_config, setup.folder, setup.max_model_len, tp)
+    pipe.send(None)
     communicator.connect()
     return runner
 
 
-def _next_message(ring: RingReader, spin_s: float) -> tuple[int, bytearray]:
+def _next_message(ring: RingReader, spin_s: float) -> bytearray:
     """Wait for the ring: without pauses at first, since steps follow one another, then with."""
     message = ring.poll()
     began = time.monotonic()

@@ -15,7 +15,7 @@ from nanovllm.utils.integers import round_up
 
 _LINE = 64  # bytes of a cache line: each reader's cursor has one to itself
 _WORD = 8
-_SLOT_HEADER = 4 * _WORD  # sequence number, kind, length in bytes, digest
+_SLOT_HEADER = 3 * _WORD  # sequence number, length in bytes, digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class _Ring:
 
     def __init__(self, fd: int, shape: RingShape) -> None:
         self.fd, self.shape = fd, shape
-        self._bytes = memoryview(mmap.mmap(fd, shape.num_bytes()))
+        self._map = mmap.mmap(fd, shape.num_bytes())
+        self._bytes = memoryview(self._map)
         self._words = self._bytes.cast("Q")
 
     def _slot(self, number: int) -> tuple[int, int]:
@@ -72,25 +73,22 @@ class RingWriter(_Ring):
                 return reader
         return None
 
-    def publish(self, kind: int, *parts: memoryview | bytes) -> None:
-        """Write one message, the concatenation of `parts` (bytes), for all readers."""
-        num_bytes = sum(len(part) for part in parts)
-        assert num_bytes <= self.shape.slot_bytes, f"message of {num_bytes} bytes in {self.shape}"
+    def publish(self, text: bytes) -> None:
+        """Write one message for all readers."""
+        assert len(text) <= self.shape.slot_bytes, f"message of {len(text)} bytes in {self.shape}"
         assert self.slowest_reader() is None, "published into a full ring"
         header, start = self._slot(self._num_published)
-        end = start
-        for part in parts:
-            self._bytes[end : end + len(part)] = part
-            end += len(part)
+        self._bytes[start : start + len(text)] = text
         self._num_published += 1
-        digest = xxhash.xxh3_64_intdigest(self._bytes[start:end], seed=self._num_published)
-        self._words[header + 1] = kind
-        self._words[header + 2] = num_bytes
-        self._words[header + 3] = digest
+        self._words[header + 1] = len(text)
+        self._words[header + 2] = xxhash.xxh3_64_intdigest(text, seed=self._num_published)
         self._words[header] = self._num_published  # last: from here on readers look at the rest
 
     def close(self) -> None:
-        """Close the file descriptor; idempotent. The memory goes with the mappings."""
+        """Give the memory back, once every reader has let go of it too; idempotent."""
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -105,18 +103,18 @@ class RingReader(_Ring):
         self._cursor = reader * _LINE // _WORD
         self._num_read = 0
 
-    def poll(self) -> tuple[int, bytearray] | None:
-        """The next message as (kind, text), or None if there is none yet."""
+    def poll(self) -> bytearray | None:
+        """The next message, or None if there is none yet."""
         header, start = self._slot(self._num_read)
         if self._words[header] != self._num_read + 1:
             return None
-        kind, num_bytes = self._words[header + 1], self._words[header + 2]
+        num_bytes, digest = self._words[header + 1], self._words[header + 2]
         if num_bytes > self.shape.slot_bytes:
             return None
         text = bytearray(self._bytes[start : start + num_bytes])
         # Processors other than x86 may show the sequence number before the text it announces.
-        if xxhash.xxh3_64_intdigest(text, seed=self._num_read + 1) != self._words[header + 3]:
+        if xxhash.xxh3_64_intdigest(text, seed=self._num_read + 1) != digest:
             return None
         self._num_read += 1
         self._words[self._cursor] = self._num_read
-        return kind, text
+        return text

@@ -19,11 +19,10 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import BatchInput
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.rank_messages import STEP, RankSetup, encode_step
+from nanovllm.engine.rank_messages import STEP, RankSetup
 from nanovllm.engine.rank_pool import RankPool
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.errors import ConfigError, NanoVLLMError
-from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.linear import kv_heads_per_rank, share_per_rank
 from nanovllm.models.config import DecoderConfig
 from nanovllm.utils.device import resolve_device
@@ -67,51 +66,28 @@ class TPWorkers:
             ]
             communicator = setups[0].new_communicator(device)
             tp = TPGroup(0, size, communicator)
-            self._runner = ModelRunner(config, model_config, folder, max_model_len, tp)
+            self._runner = runner = ModelRunner(config, model_config, folder, max_model_len, tp)
             self._lock = threading.Lock()  # held while rank 0 does its part of a step or call
             self._pool = RankPool(setups[1:], _aborter(self._lock, communicator))
-            self._finalizer = weakref.finalize(self, _close, os.getpid(), self._pool, self._runner)
+            self._finalizer = weakref.finalize(self, _close, os.getpid(), self._pool, runner)
             with self._ending_on(BaseException):
                 self._connect(communicator)
         finally:
             if isinstance(meeting_point, str):
                 shutil.rmtree(meeting_point, ignore_errors=True)
-
-    @property
-    def device(self) -> torch.device:
-        """Rank 0's."""
-        return self._runner.device
-
-    @property
-    def attention(self) -> AttentionBackend:
-        """Rank 0's attention backend; the others have the same."""
-        return self._runner.attention
-
-    @property
-    def load_s(self) -> float:
-        """Seconds that rank 0 took to load."""
-        return self._runner.load_s
-
-    @property
-    def uses_graphs(self) -> bool:
-        """Whether decode steps are CUDA graphs: on all ranks, or on none."""
-        return self._runner.uses_graphs
-
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one decode step reads on each rank."""
-        return self._runner.weight_bytes()
+        # rank 0's, and as good for the others
+        self.device, self.attention = runner.device, runner.attention
+        self.uses_graphs, self.load_s = runner.uses_graphs, 0.0
+        self.block_bytes, self.weight_bytes = runner.block_bytes, runner.weight_bytes
 
     def load(self) -> None:
         """As ModelRunner's, each rank its share."""
         self._call(ModelRunner.load)
+        self.load_s = self._runner.load_s
 
     def num_blocks_that_fit(self) -> int:
         """KV blocks that the memory of every rank allows: the smallest of their numbers."""
         return min(self._call(ModelRunner.num_blocks_that_fit))
-
-    def block_bytes(self) -> int:
-        """Bytes of one KV block on each rank."""
-        return self._runner.block_bytes()
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """As ModelRunner's, the same number on each rank."""
@@ -126,24 +102,21 @@ class TPWorkers:
         with self._ending_on(Exception):
             self._pool.wait_for_room()
         with deferred_interrupt(), self._ending_on(BaseException), self._own_part():
-            self._pool.check()
-            self._pool.ring.publish(STEP, *encode_step(batch))
+            self._pool.call(STEP, batch)
             handle = self._runner.launch(batch)
         return _WatchedStep(self, handle)
-
-    def wait(self, handle: StepHandle) -> list[int]:
-        """The tokens of a step that rank 0 has launched."""
-        with self._ending_on(Exception):
-            token_ids = handle.wait()
-            self._pool.check()  # a step that was ended by force has no tokens
-        return token_ids
 
     def close(self) -> None:
         """End the other ranks and give the memory back; idempotent."""
         self._finalizer()
 
     def _connect(self, communicator: Communicator) -> None:
-        """Meet the other ranks, in a thread, since nothing else can end a wait for a dead one."""
+        """Meet the other ranks once all are up.
+
+        Until then Ctrl-C or a death leaves nothing behind. From then on it takes little time, in a
+        thread, since nothing else can leave a wait for a rank that dies at this very moment.
+        """
+        self._pool.replies()
         errors: list[BaseException] = []
 
         def connect() -> None:
@@ -152,7 +125,7 @@ class TPWorkers:
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=connect, daemon=True)
+        thread = threading.Thread(target=connect, name="nanovllm-connect", daemon=True)
         thread.start()
         while thread.is_alive():
             self._pool.check()
@@ -173,7 +146,7 @@ class TPWorkers:
     def _own_part(self) -> Iterator[None]:
         """Rank 0 at work: nobody aborts its collectives, and on CPU it takes only its cores."""
         with self._lock:
-            if self.device.type != "cpu":
+            if self._runner.device.type != "cpu":
                 yield
                 return
             num_threads = torch.get_num_threads()
@@ -213,7 +186,10 @@ class _WatchedStep:
 
     def wait(self) -> list[int]:
         """The tokens; raises WorkerError."""
-        return self._workers.wait(self._handle)
+        with self._workers._ending_on(Exception):
+            token_ids = self._handle.wait()
+            self._workers._pool.check()  # a step that was ended by force has no tokens
+        return token_ids
 
 
 def _check_divisible(model: DecoderConfig, size: int) -> None:

@@ -1,7 +1,7 @@
 """Compile Triton kernels in parallel threads before they are needed.
 
-A first start compiles some thirty kernels; one after the other that takes longer than loading the
-model. Which kernels are needed is found by running the steps to come without their kernels.
+A first start compiles some fifty kernels; one after the other that takes longer than loading the
+model. Which kernels those are is found by running the steps to come without their kernels.
 """
 
 import os

@@ -12,8 +12,6 @@ from torch import Tensor
 from nanovllm.kernels.decode_attention_kernels import one_tile_kernel, pipelined_kernel
 from nanovllm.kernels.pdl import launch_options
 
-PIPELINED_TILE = 64  # tokens a loop iteration; 128 and 8 warps are slower at every batch size
-
 
 @dataclass(frozen=True)
 class AttentionPlan:
@@ -25,6 +23,8 @@ class AttentionPlan:
     num_splits: int  # pieces in the grid
     is_long: bool  # contexts may exceed split * num_splits; their pieces are then longer
     stages: int  # of the pipeline
+    tile: int = 64  # tokens of a loop iteration of the pipeline
+    num_warps: int = 4
 
 
 def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int) -> AttentionPlan:
@@ -44,10 +44,13 @@ def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int)
         one_tile, split, stages, most_programs = False, 1024 if heads < 1024 else 2048, 4, 16384
     wanted = triton.cdiv(max_len, split)
     num_splits = min(wanted, max(1, most_programs // heads))
-    return AttentionPlan(one_tile, True, split, num_splits, num_splits < wanted, stages)
+    # Thousands of programs are as fast in small ones where contexts are long, faster where short.
+    tile, num_warps = (32, 2) if heads >= 2048 else (64, 4)
+    is_long = num_splits < wanted
+    return AttentionPlan(one_tile, True, split, num_splits, is_long, stages, tile, num_warps)
 
 
-def decode_attention(
+def fused_decode_attention(
     qkv: Tensor,  # [B, (Hq + 2 Hkv) * D] raw products of this step's tokens
     k_cache: Tensor,  # [num_blocks, S, Hkv, D]
     v_cache: Tensor,  # as k_cache
@@ -99,7 +102,7 @@ def decode_attention(
         "LONG": plan.is_long,
         "QK_NORM": has_norm,
         "PDL": pdl,
-        "num_warps": 4,
+        "num_warps": plan.num_warps,
         **launch_options(pdl),
     }
     # Splits last: programs without tokens come when the others are already at work.
@@ -107,4 +110,4 @@ def decode_attention(
     if plan.one_tile:
         one_tile_kernel[grid](*args, TENSOR_CORES=plan.tensor_cores, **shared)
     else:
-        pipelined_kernel[grid](*args, TILE=PIPELINED_TILE, STAGES=plan.stages, **shared)
+        pipelined_kernel[grid](*args, TILE=plan.tile, STAGES=plan.stages, **shared)

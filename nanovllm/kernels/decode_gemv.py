@@ -98,7 +98,8 @@ def gemv(
     """Write `x @ weight.T` with the given pro- and epilogue to `out`, accumulating in float32."""
     N, K = weight.shape
     assert x.shape == (1, K), f"gemv multiplies one row of {K}, got {tuple(x.shape)}"
-    assert all(t.is_contiguous() for t in (x, weight, out))
+    for name, tensor in (("x", x), ("weight", weight), ("out", out)):
+        assert tensor.is_contiguous(), f"{name} must be contiguous, strides are {tensor.stride()}"
     rows = 8 if silu or N >= 32768 else 4
     _gemv_kernel[(triton.cdiv(N, rows),)](
         x,

@@ -17,6 +17,104 @@ MAX_ROWS = 64
 MAX_SPLITS = 8
 
 
+@triton.jit
+def _prefetch(row_ptrs, num_elements: tl.constexpr, NUM_ROWS: tl.constexpr):
+    """Have up to 2 KB of every row fetched to L2 during the wait: all of it in small models; in
+    large ones, more would evict what other programs fetched.
+    """
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [
+            row_ptrs.to(tl.int64, bitcast=True),
+            tl.full([NUM_ROWS], 2 * min(num_elements, 1024), tl.int32),
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _inverse_rms(
+    squares_ptr,  # float32 [NUM_PARTS, M]
+    rows,
+    M,
+    eps,
+    K: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+):
+    """1 / rms of the input's rows, from the partial sums of squares that its writer left."""
+    p = tl.arange(0, PADDED_PARTS)
+    partial_squares = tl.load(
+        squares_ptr + p[:, None] * M + rows[None, :],
+        mask=(p < NUM_PARTS)[:, None] & (rows < M)[None, :],
+        other=0.0,
+    )
+    return tl.rsqrt(tl.sum(partial_squares, 0) / K + eps)
+
+
+@triton.jit
+def _product(
+    x_ptrs,  # [BLOCK_M, BLOCK_K]
+    weight_ptrs,  # [BLOCK_N, BLOCK_K]
+    mask_m,  # [BLOCK_M, 1]
+    LENGTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """float32 [BLOCK_M, BLOCK_N]: the tiles' rows multiplied over LENGTH columns."""
+    BLOCK_K: tl.constexpr = x_ptrs.shape[1]
+    acc = tl.zeros([weight_ptrs.shape[0], x_ptrs.shape[0]], tl.float32)
+    for k in tl.range(0, LENGTH, BLOCK_K, num_stages=STAGES):
+        w = tl.load(weight_ptrs + k)
+        x = tl.load(x_ptrs + k, mask=mask_m, other=0.0)
+        acc = dot(w, tl.trans(x), acc)
+    return tl.trans(acc)
+
+
+@triton.jit
+def _leave_split(ptrs, acc, mask, count_ptr, pid_n, SPLIT_K: tl.constexpr):
+    """Store one split's sum; return whether all the others of its tile are stored already."""
+    tl.store(ptrs, acc, mask=mask)
+    tl.debug_barrier()
+    return tl.atomic_add(count_ptr + pid_n, 1, sem="acq_rel") == SPLIT_K - 1
+
+
+@triton.jit
+def _sum_splits(partial_ptr, offsets, mask, count_ptr, M, N: tl.constexpr, SPLIT_K: tl.constexpr):
+    """Add the splits' sums in order, whichever program does it, and reset the count."""
+    tl.debug_barrier()
+    # .cg: L1 may hold lines from before the other programs wrote them.
+    acc = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+    for s in tl.static_range(1, SPLIT_K):
+        acc += tl.load(
+            partial_ptr + s * M * N + offsets, mask=mask, other=0.0, cache_modifier=".cg"
+        )
+    tl.store(count_ptr, 0)
+    return acc
+
+
+@triton.jit
+def _store_silu_and_mul(acc, out_ptr, pid_n, rows, mask, N: tl.constexpr):
+    """Store silu(gate) * up, [BLOCK_M, BLOCK_N / 2]; gates are the even columns of `acc`."""
+    HALF: tl.constexpr = acc.shape[1] // 2
+    gate, up = tl.split(tl.reshape(acc, [acc.shape[0], HALF, 2]))
+    half = pid_n * HALF + tl.arange(0, HALF)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    out_ptrs = out_ptr + rows[:, None] * (N // 2) + half[None, :]
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_residual(acc, residual_ptrs, mask):
+    """`acc` plus the residual, and the sum of squares of every row."""
+    acc += tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
+    # The norm is taken of what is stored, not of what rounding dropped.
+    rounded = acc.to(residual_ptrs.dtype.element_ty).to(tl.float32)
+    return acc, tl.sum(rounded * rounded, 1)
+
+
 @triton.jit(do_not_specialize=["M"])  # one binary for all batch sizes of a tile
 def _linear_kernel(
     x_ptr,  # [M, K]
@@ -41,80 +139,39 @@ def _linear_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pid_n = tl.program_id(0)
-    pid_k = tl.program_id(1)
+    pid_n, pid_k = tl.program_id(0), tl.program_id(1)
     split: tl.constexpr = K // SPLIT_K
     rows_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows_m = tl.arange(0, BLOCK_M)
     cols = pid_k * split + tl.arange(0, BLOCK_K)
     if PDL:
-        # Up to 2 KB of every row are fetched to L2 during the wait: all of it in small models; in
-        # large ones, more would evict what other programs fetched.
-        tl.inline_asm_elementwise(
-            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [
-                (weight_ptr + rows_n.to(tl.int64) * K + pid_k * split).to(tl.int64, bitcast=True),
-                tl.full([BLOCK_N], 2 * min(split, 1024), tl.int32),
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _prefetch(weight_ptr + rows_n.to(tl.int64) * K + pid_k * split, split, BLOCK_N)
         gdc_wait()
         # Only now: dependents that start earlier take the slots of this kernel's own programs.
         gdc_launch_dependents()
-    mask_m = rows_m < M
+    mask = (rows_m < M)[:, None]
     if SQUARES > 0:
         # The result is scaled, not x: normalising in the loop would cost several times the product.
-        p = tl.arange(0, SQUARES)
-        partial_squares = tl.load(
-            squares_in_ptr + p[:, None] * M + rows_m[None, :],
-            mask=(p < K // BLOCK_N)[:, None] & mask_m[None, :],
-            other=0.0,
-        )
-        row_scale = tl.rsqrt(tl.sum(partial_squares, 0) / K + eps)
+        row_scale = _inverse_rms(squares_in_ptr, rows_m, M, eps, K, K // BLOCK_N, SQUARES)
     x_ptrs = x_ptr + rows_m[:, None] * K + cols[None, :]
     weight_ptrs = weight_ptr + rows_n[:, None].to(tl.int64) * K + cols[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in tl.range(0, split, BLOCK_K, num_stages=STAGES):
-        w = tl.load(weight_ptrs + k)
-        x = tl.load(x_ptrs + k, mask=mask_m[:, None], other=0.0)
-        acc = dot(w, tl.trans(x), acc)
-    acc = tl.trans(acc)
+    acc = _product(x_ptrs, weight_ptrs, mask, split, STAGES)
     offsets = rows_m[:, None] * N + rows_n[None, :]
-    mask = mask_m[:, None]
     is_last = True
     if SPLIT_K > 1:
-        # Every split leaves its sum; the last to arrive adds them in order, whichever it is.
-        tl.store(partial_ptr + pid_k * M * N + offsets, acc, mask=mask)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(count_ptr + pid_n, 1, sem="acq_rel") == SPLIT_K - 1
+        split_ptrs = partial_ptr + pid_k * M * N + offsets
+        is_last = _leave_split(split_ptrs, acc, mask, count_ptr, pid_n, SPLIT_K)
     if is_last:
         if SPLIT_K > 1:
-            tl.debug_barrier()
-            # .cg: L1 may hold lines from before the other programs wrote them.
-            acc = tl.load(partial_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-            for s in tl.static_range(1, SPLIT_K):
-                acc += tl.load(
-                    partial_ptr + s * M * N + offsets, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(count_ptr + pid_n, 0)
+            acc = _sum_splits(partial_ptr, offsets, mask, count_ptr + pid_n, M, N, SPLIT_K)
         if SQUARES > 0:
             acc *= row_scale[:, None]
         if SILU:
-            gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-            half = pid_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-            y = gate / (1.0 + tl.exp(-gate)) * up
-            out_ptrs = out_ptr + rows_m[:, None] * (N // 2) + half[None, :]
-            tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=mask)
+            _store_silu_and_mul(acc, out_ptr, pid_n, rows_m, mask, N)
         else:
             if RESIDUAL:
-                acc += tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-                # The norm is taken of what is stored, not of what rounding dropped.
-                rounded = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
-                squares = tl.sum(rounded * rounded, 1)
-                tl.store(squares_out_ptr + pid_n * M + rows_m, squares, mask=mask_m)
+                acc, squares = _add_residual(acc, residual_ptr + offsets, mask)
+                tl.store(squares_out_ptr + pid_n * M + rows_m, squares, mask=rows_m < M)
             tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 

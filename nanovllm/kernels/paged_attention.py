@@ -255,7 +255,7 @@ def decode_plan(num_seqs: int, max_len: int) -> tuple[int, int, int]:
     return split, stages, merged
 
 
-def decode_attention(
+def plain_decode_attention(
     q: Tensor,  # [B, Hq, D], heads of a row contiguous
     layer_kv: LayerKV,
     block_tables: Tensor,  # int32 [B, max_blocks]
@@ -263,12 +263,18 @@ def decode_attention(
     arrivals: Tensor,  # int32 [>= B * Hkv] zero, and zero again afterwards
     out: Tensor,  # [B, Hq, D] contiguous, written
 ) -> None:
-    """Attention of one new token per sequence; launches only, with a grid from static sizes."""
+    """Attention of one new token per sequence, whose key and value are in the cache already.
+
+    `decode_attention.py` has the fused one, which starts from the qkv product. Launches only, with
+    a grid from static sizes.
+    """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = layer_kv.k.shape[1:3]
-    assert q.stride()[1:] == (head_dim, 1)
-    assert out.is_contiguous()
-    assert arrivals.numel() >= num_seqs * num_kv_heads
+    assert q.stride()[1:] == (head_dim, 1), f"heads of a query row lie apart: {q.stride()}"
+    assert out.is_contiguous(), f"out has gaps: shape {tuple(out.shape)}, strides {out.stride()}"
+    assert arrivals.numel() >= num_seqs * num_kv_heads, (
+        f"{arrivals.numel()} counters for {num_seqs} sequences of {num_kv_heads} KV heads"
+    )
     max_len = block_tables.shape[1] * block_size
     split, stages, merged = decode_plan(num_seqs, max_len)
     max_splits = triton.cdiv(max_len, split)

@@ -95,8 +95,8 @@ def prefill_attention(
     """Causal attention of each sequence's new tokens, its last ones, to all its tokens."""
     _, num_heads, head_dim = q.shape
     block_size, num_kv_heads = layer_kv.k.shape[1:3]
-    assert q.stride()[1:] == (head_dim, 1)
-    assert out.is_contiguous()
+    assert q.stride()[1:] == (head_dim, 1), f"heads of a query row lie apart: {q.stride()}"
+    assert out.is_contiguous(), f"out has gaps: shape {tuple(out.shape)}, strides {out.stride()}"
     block_m, block_n, stages, warps = prefill_tiles(q.dtype)
     grid = (triton.cdiv(max_seqlen_q, block_m), num_heads, seqlens_k.shape[0])
     _prefill_kernel[grid](

@@ -91,24 +91,24 @@ def qk_norm_rope_store(
     eps: float,
     layer_kv: LayerKV,
     slot_mapping: Tensor,  # int32 [N]
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # [N, Hq, D], [N, Hkv, D], [N, Hkv, D]
     """Normalise q and k per head if weights are given, rotate them, store k and v at their slots.
 
     Slot -1 stores nothing. Float32 inside. The results are views of `qkv`.
     """
-    num_tokens = qkv.shape[0]
-    assert qkv.stride(1) == 1
-    assert cos_sin.is_contiguous()
-    assert (q_weight is None) == (k_weight is None)
-    block_size = layer_kv.k.shape[1]
+    block_size, num_kv_heads, head_dim = layer_kv.k.shape[1:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_tokens, total_heads = heads.shape[:2]
+    num_heads = total_heads - 2 * num_kv_heads
+    assert qkv.stride(1) == 1, f"rows of qkv must be contiguous, strides are {qkv.stride()}"
+    assert cos_sin.is_contiguous(), f"cos_sin must be contiguous, strides are {cos_sin.stride()}"
+    assert (q_weight is None) == (k_weight is None), "q and k are normalised both or neither"
     for cache in (layer_kv.k, layer_kv.v):
         assert cache.stride(0) == block_size * cache.stride(1), "cache rows must be evenly spaced"
-        assert cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1)
+        assert cache.stride()[1:] == (num_kv_heads * head_dim, head_dim, 1), (
+            f"cache rows of {num_kv_heads} heads of {head_dim} have strides {cache.stride()[1:]}"
+        )
     if num_tokens:
-        total_heads = num_heads + 2 * num_kv_heads
         _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(total_heads, _HEADS_PER_PROGRAM))](
             qkv,
             positions,
@@ -128,6 +128,5 @@ def qk_norm_rope_store(
             QK_NORM=q_weight is not None,
             num_warps=4,
         )
-    heads = qkv.view(num_tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     return q, k, v

@@ -54,12 +54,11 @@ def qk_norm_rope_store(
     eps: float,
     layer_kv: LayerKV,
     slot_mapping: Tensor,  # int32 [N]; -1: not stored
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # q [N, Hq, D], k [N, Hkv, D], v [N, Hkv, D]
     """Normalise query and key heads, rotate them, and store keys and values in the cache."""
-    heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_dim)
+    num_kv_heads, head_dim = layer_kv.k.shape[2:]
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
+    num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     if q_weight is not None and k_weight is not None:
         normed = normalize(heads[:, : num_heads + num_kv_heads], eps)

@@ -80,9 +80,6 @@ class Attention(nn.Module):
             self.eps,
             layer_kv,
             meta.slot_mapping,
-            self.num_heads_per_rank,
-            self.num_kv_heads_per_rank,
-            self.head_dim,
         )
         out = self.attention.attend(q, k, v, layer_kv, meta)  # [N, Hq, D]
         if rows is not None:

@@ -61,7 +61,7 @@ class FastDecode:
 
         self.model, self.kv_cache, self.max_model_len = model, kv_cache, max_model_len
         self._exchange = exchange
-        self._attend = decode_attention.decode_attention
+        self._attend = decode_attention.fused_decode_attention
         self._plan_attention = decode_attention.plan_attention
         _prepare_weights(model)
         self._layers = _layer_weights(model)
@@ -71,7 +71,11 @@ class FastDecode:
 
     @staticmethod
     def unsupported_reason(
-        config: DecoderConfig, dtype: torch.dtype, device: torch.device, block_size: int
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        block_size: int,
+        tp_size: int = 1,
     ) -> str | None:
         """Why this model cannot decode this way here, or None; the plain forward always can."""
         if importlib.util.find_spec("triton") is None:
@@ -84,9 +88,9 @@ class FastDecode:
             return f"head_dim is {config.head_dim}, not 64 or 128"
         if config.qkv_bias or config.o_bias:
             return "the projections have biases"
-        if config.hidden_size % 64 or config.intermediate_size % 64:
+        if config.hidden_size % 64 or config.intermediate_size % (64 * tp_size):
             return (
-                f"hidden_size={config.hidden_size} and intermediate_size="
+                f"hidden_size={config.hidden_size} and a rank's share of intermediate_size="
                 f"{config.intermediate_size} are not both multiples of 64"
             )
         if config.num_heads // config.num_kv_heads > 16:

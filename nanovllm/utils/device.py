@@ -1,13 +1,18 @@
 """Which device and dtype an engine computes with, and how much memory there is.
 
-Only answers questions: nothing here changes torch's global state.
+Nothing here changes torch's global state for good.
 """
 
+import functools
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 
 from nanovllm.errors import ConfigError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def resolve_device(name: str, tp_rank: int = 0, tp_size: int = 1) -> torch.device:
@@ -54,6 +59,19 @@ def resolve_dtype(name: str, device: torch.device, checkpoint_dtype: torch.dtype
                 f"{capability[0]}.{capability[1]}; use dtype='float16'"
             )
     return dtype
+
+
+def on_own_device(method: Method) -> Method:
+    """Make `self.device` the current one during a method; Triton, events and graphs use that."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.device.type != "cuda":
+            return method(self, *args, **kwargs)
+        with torch.cuda.device(self.device):
+            return method(self, *args, **kwargs)
+
+    return cast(Method, wrapped)
 
 
 def is_triton_interpreted() -> bool:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from nanovllm.utils.distributed import CommunicationError, SharedMemory
 
+# Connecting takes milliseconds once all ranks are there, and nothing but this ends it sooner.
+_CONNECT_TIMEOUT = datetime.timedelta(seconds=60)
 # A rank that dies closes its sockets, which ends the others' collectives at once; this is for a
 # rank that lives and does nothing.
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -26,16 +28,18 @@ class GlooCommunicator:
         self._group: Any = None  # a torch ProcessGroupGloo
 
     def connect(self) -> None:
-        """Connect every rank to every other."""
+        """Connect every rank to every other; all should be about to."""
         dist: Any = torch.distributed  # whose stubs lack most of what follows
         store = dist.FileStore(os.path.join(self._folder, "gloo"), self._size)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = _TIMEOUT
+        options._timeout = _CONNECT_TIMEOUT
         try:
-            self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+            group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         except RuntimeError as error:
             raise CommunicationError(f"gloo could not connect the ranks: {error}") from error
+        group._set_default_timeout(_TIMEOUT)
+        self._group = group
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum `x` (contiguous) over all ranks, in place."""

@@ -4,6 +4,7 @@ Not torch's ProcessGroupNCCL, because its watchdog ends the whole process when a
 nothing runs but the call itself, on the current stream, and `abort` ends kernels that wait in vain.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -174,11 +175,14 @@ class NcclCommunicator:
         comm, self._comm = self._comm, None
         if has_lock:
             self._lock.release()
-        if comm is not None:
-            with torch.cuda.device(self._device):
-                _check("abort", _library().ncclCommAbort(comm))
-        while self._shared:
-            self._shared.pop().close()
+        try:
+            if comm is not None:
+                with torch.cuda.device(self._device):
+                    _check("abort", _library().ncclCommAbort(comm))
+        finally:
+            while self._shared:
+                with contextlib.suppress(RuntimeError):  # the GPU may be unusable by now
+                    self._shared.pop().close()
 
     def _connected(self) -> ctypes.c_void_p:
         if self._comm is None:

@@ -73,10 +73,14 @@ class PeerMemory:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context this thread's
             _call("cuMemAlloc_v2", ctypes.byref(self._own), num_bytes)
-            _call("cuMemsetD16_v2", self._own, 0x8000, num_bytes // 2)
-            torch.cuda.synchronize(device)
             handle = _Handle()
-            _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+            try:
+                _call("cuMemsetD16_v2", self._own, 0x8000, num_bytes // 2)
+                _call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+            except PeerMemoryError:
+                self.close()
+                raise
+            torch.cuda.synchronize(device)
         self.handle = bytes(handle.reserved)  # HANDLE_BYTES
         with torch.inference_mode(False):  # it is written to outside of inference too
             self.abandoned: Tensor = torch.zeros(1, dtype=torch.int32, pin_memory=True)

@@ -2,6 +2,7 @@
 
 import random
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,24 @@ def greedy_tokens(prompts):
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
-    """After each test: no shared memory of ours, nor a temporary folder."""
+    """After each test: no thread, file descriptor, shared memory or temporary folder of ours."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = shared_memory()
+    before, threads, num_fds = shared_memory(), our_threads(), num_open_files()
     yield
     assert shared_memory() <= before
+    assert our_threads() <= threads
+    assert num_open_files() <= num_fds
     assert list(tmp_path.glob("nanovllm-*")) == []
 
 
 def shared_memory():
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
+
+
+def our_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("nanovllm-")}
+
+
+def num_open_files():
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0

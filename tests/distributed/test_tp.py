@@ -8,6 +8,8 @@ import pytest
 from tp_helpers import TIGHT, alive_after, at_step, kill_rank, rank_pids, run
 
 from nanovllm import LLM, ConfigError, WorkerError
+from nanovllm.engine import rank_pool
+from nanovllm.engine.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +36,15 @@ def test_ranks_sample_the_same_tokens(two_ranks, tiny_checkpoint, prompts):
         assert sampled == run(llm, prompts, **options)
 
 
+def test_the_rank_with_the_least_memory_decides_on_the_number_of_blocks(two_ranks, monkeypatch):
+    """Each rank sizing its own cache led to illegal accesses on the smaller one."""
+    workers, pool = two_ranks.engine.workers, two_ranks.engine.workers._pool
+    own, replies = workers.num_blocks_that_fit(), pool.replies
+    for difference in (-1, 1):
+        monkeypatch.setattr(pool, "replies", lambda d=difference: [n + d for n in replies()])
+        assert workers.num_blocks_that_fit() == min(own, own + difference)
+
+
 def test_ctrl_c_leaves_the_ranks_in_step(
     two_ranks, tiny_checkpoint, prompts, greedy_tokens, monkeypatch
 ):
@@ -58,6 +69,13 @@ def test_ctrl_c_leaves_the_ranks_in_step(
         with pytest.raises(KeyboardInterrupt):
             run(two_ranks, prompts)
     assert run(two_ranks, prompts) == greedy_tokens(tiny_checkpoint(tied=False), **TIGHT)
+
+
+def test_ctrl_c_while_ranks_start_ends_them_and_leaves_no_thread(tiny_checkpoint, monkeypatch):
+    """A thread that waited for the others, with its sockets, outlived the call by ten minutes."""
+    monkeypatch.setattr(RankPool, "check", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(tiny_checkpoint()), tensor_parallel_size=2)
 
 
 def test_a_forked_child_that_exits_leaves_the_ranks_alone(two_ranks, prompts):
@@ -105,6 +123,20 @@ def test_a_rank_that_is_killed_ends_the_engine(tiny_checkpoint, prompts, monkeyp
         run(llm, prompts)
     assert time.monotonic() - began < 10
     assert alive_after(pids, 1) == []
+    llm.close()
+
+
+def test_a_rank_that_is_stopped_ends_the_engine(tiny_checkpoint, prompts, monkeypatch):
+    """It lives, so rank 0 waited in a collective: ten minutes on gloo, for ever on NCCL."""
+    monkeypatch.setattr(rank_pool, "_STOPPED_S", 0.3)
+    llm = LLM(str(tiny_checkpoint()), tensor_parallel_size=2, **TIGHT)
+    (pid,) = rank_pids(llm)
+    at_step(monkeypatch, llm, 8, lambda: os.kill(pid, signal.SIGSTOP))
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"rank 1 \(process {pid}\) was stopped"):
+        run(llm, prompts)
+    assert time.monotonic() - began < 10
+    assert alive_after([pid], 1) == []
     llm.close()
 
 

@@ -29,6 +29,12 @@ params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 while True:
     llm.generate([[5, 6, 7]] * 4, params, use_tqdm=False)
 """
+PEAKS = """
+from pathlib import Path
+for pid in (os.getpid(), *pids):
+    text = Path(f"/proc/{pid}/status").read_text()
+    print(int(text.partition("VmHWM:")[2].split()[0]) * 1024, end=" ")
+"""
 IDLE = """
 import time
 time.sleep(600)
@@ -37,13 +43,14 @@ time.sleep(600)
 
 @pytest.fixture
 def start_script(tiny_checkpoint, tmp_path):
-    """start_script(text) -> a running script without main guard that has an engine of two ranks."""
+    """start_script(text, folder) -> a running script without main guard, with two ranks."""
     started = []
 
-    def start(text):
-        code = BEGIN.format(folder=str(tiny_checkpoint())) + text
+    def start(text, folder=None):
+        script = tmp_path / f"script{len(started)}.py"  # a file, as "spawn" would import it again
+        script.write_text(BEGIN.format(folder=str(folder or tiny_checkpoint())) + text)
         process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, str(script)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -94,6 +101,7 @@ def test_ranks_end_by_themselves_when_rank_0_is_killed(start_script, text, numbe
     process.send_signal(number)
     process.wait(timeout=10)
     assert alive_after(pids, 10) == []
+    assert start_script("").wait(timeout=90) == 0  # nothing left behind is in the way of the next
 
 
 def test_ctrl_c_in_a_script_ends_all_ranks(start_script):
@@ -132,13 +140,39 @@ def test_two_engines_at_once_and_three_in_a_row(tiny_checkpoint, prompts, greedy
             assert run(llm, prompts) == expected
 
 
+def test_engines_may_start_at_the_same_time(start_script):
+    """A fixed port or a fixed name in shared memory let only one of them start."""
+    processes = [start_script("") for _ in range(3)]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+
+
+def test_loading_takes_no_more_memory_than_a_ranks_share(start_script, tiny_checkpoint):
+    """Ranks that each read whole tensors ran the host out of memory."""
+    large = tiny_checkpoint(
+        max_shard_size="50MB",  # what is mapped of a file counts too
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=4,
+        vocab_size=32000,
+    )
+    share = sum(file.stat().st_size for file in large.glob("*.safetensors")) / 2
+    peaks = []
+    for folder in (tiny_checkpoint(), large):
+        stdout, stderr = start_script(PEAKS, folder).communicate(timeout=120)
+        peaks.append([int(text) for text in stdout.splitlines()[2].split()])
+        assert stderr == ""
+    for tiny_peak, large_peak in zip(*peaks, strict=True):  # rank 0's, which is the caller, and 1's
+        assert 0.9 * share < large_peak - tiny_peak < 1.5 * share
+
+
 def test_the_callers_own_process_group_is_untouched(tiny_checkpoint, prompts, tmp_path_factory):
     """Training code has torch's default group in use; an engine came in its way, or it in ours."""
+    folder = str(tiny_checkpoint())  # before, since transformers, imported now, keeps the group
     file = tmp_path_factory.mktemp("own group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     try:
         num_threads = torch.get_num_threads()
-        with LLM(str(tiny_checkpoint()), tensor_parallel_size=2, **TIGHT) as llm:
+        with LLM(folder, tensor_parallel_size=2, **TIGHT) as llm:
             run(llm, prompts[:2])
             assert dist.get_world_size() == 1
         dist.barrier()

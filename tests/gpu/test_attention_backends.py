@@ -22,7 +22,7 @@ def backend(request):
     if request.param == "triton":
         return TritonAttention()
     version = int(request.param[5])
-    package = "flash_attn" if version == 2 else "flash_attn_interface"
+    package = "flash_attn" if version == 2 else "flash_attn_3"
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     return FlashAttention(version, TritonAttention() if "triton" in request.param else None)

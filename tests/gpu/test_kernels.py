@@ -77,7 +77,7 @@ def test_rows_of_a_large_prefill():
 def test_qk_norm_rope_store_of_a_large_prefill():
     from nanovllm.kernels.rope import qk_norm_rope_store
 
-    count, num_blocks, block_size, shape = 8192, 33, 256, (16, 8, 128)
+    count, num_blocks, block_size = 8192, 33, 256
     qkv = draw(count, 32 * 128)
     positions = torch.arange(count, device=DEVICE) % 3000
     cos_sin = rotary_embedding.cos_sin_table(128, 3000, 1e6, DEVICE)
@@ -89,9 +89,9 @@ def test_qk_norm_rope_store_of_a_large_prefill():
     ]
     weights = (draw(128), draw(128).flip(0))
     expected = rotary_embedding.qk_norm_rope_store(
-        qkv.clone(), positions, cos_sin, *weights, 1e-6, caches[0], slots, *shape
+        qkv.clone(), positions, cos_sin, *weights, 1e-6, caches[0], slots
     )
-    results = qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, caches[1], slots, *shape)
+    results = qk_norm_rope_store(qkv, positions, cos_sin, *weights, 1e-6, caches[1], slots)
     for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=1.6e-2, atol=1e-2)
     torch.testing.assert_close(caches[1].k, caches[0].k, rtol=1.6e-2, atol=1e-2)

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels import decode_attention as module  # noqa: E402
 from nanovllm.kernels.decode_attention import (  # noqa: E402
     AttentionPlan,
-    decode_attention,
+    fused_decode_attention,
     plan_attention,
 )
 from nanovllm.layers.attention.reference import ReferenceAttention  # noqa: E402
@@ -78,9 +78,6 @@ class Case:
             EPS,
             layer_kv,
             self.slots,
-            self.group * self.Hkv,
-            self.Hkv,
-            self.D,
         )
         ones = torch.arange(self.B + 1, dtype=torch.int32, device=self.device)
         sums = torch.cat((ones[:1], self.seqlens_k.cumsum(0).int()))
@@ -98,7 +95,7 @@ class Case:
         pieces = B * self.Hkv * self.group * plan.num_splits
         partials = torch.full((pieces * (self.D + 1),), torch.nan, device=self.device)
         counts = torch.zeros(B * self.Hkv, dtype=torch.int32, device=self.device)
-        decode_attention(
+        fused_decode_attention(
             qkv,
             self.cache[0],
             self.cache[1],

@@ -60,8 +60,20 @@ def test_decode_leaves_its_counters_zero(device):
     backend = TritonAttention()
     step = make_step(device, torch.float32, [1, 1], [300, 200], num_decode=2)
     first = backend.attend(*step)
-    assert not backend._arrivals.any()
+    assert not backend._arrivals[-1].any()
     assert torch.equal(backend.attend(*step), first)
+
+
+def test_decode_counters_grow_with_the_batch(device, monkeypatch):
+    """Batch size times KV heads had a fixed limit; graphs keep the counters they captured."""
+    monkeypatch.setattr("nanovllm.layers.attention.triton._MIN_COUNTERS", 1)
+    backend = TritonAttention()
+    for num_seqs in (1, 3):
+        lens = [300] * num_seqs
+        step = make_step(device, torch.float32, [1] * num_seqs, lens, num_decode=num_seqs)
+        expected = ReferenceAttention().attend(*step)
+        torch.testing.assert_close(backend.attend(*step), expected, rtol=0, atol=2e-6)
+    assert len(backend._arrivals) == 2
 
 
 def test_decode_rows_ignore_their_neighbours(device):

@@ -29,13 +29,10 @@ def test_qk_norm_rope_store_equals_twin(
     weights = [1 + randn(head_dim, dtype=dtype) / 4 if qk_norm else None for _ in range(2)]
     slots = torch.tensor([5, -1, 40, 0, 63], dtype=torch.int32, device=device)
     caches = [nan_cache(4, 16, num_kv_heads, head_dim, device, dtype) for _ in range(2)]
-    shape = (num_heads, num_kv_heads, head_dim)
     expected = rotary_embedding.qk_norm_rope_store(
-        qkv.contiguous(), positions, cos_sin, *weights, EPS, caches[0], slots, *shape
+        qkv.contiguous(), positions, cos_sin, *weights, EPS, caches[0], slots
     )
-    q, k, v = rope.qk_norm_rope_store(
-        qkv, positions, cos_sin, *weights, EPS, caches[1], slots, *shape
-    )
+    q, k, v = rope.qk_norm_rope_store(qkv, positions, cos_sin, *weights, EPS, caches[1], slots)
     for result, reference in zip((q, k, v), expected, strict=True):
         torch.testing.assert_close(result, reference, **tolerance)
     assert q.data_ptr() == qkv.data_ptr()

@@ -14,7 +14,7 @@ ORDER = ("utils", "kernels", "layers", "models", "engine", "llm")
 # Plain data at the top of the package: importable by the engine, and knowing none of it.
 BESIDE_MODELS = {"config", "sampling_params", "outputs", "requests"}
 TORCH_FREE = ("engine.sequence", "engine.scheduler", "engine.block_manager")
-OPTIONAL = {"triton", "flash_attn", "flash_attn_interface"}
+OPTIONAL = {"triton", "flash_attn", "flash_attn_3"}
 
 
 def module_name(path):

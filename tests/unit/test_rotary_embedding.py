@@ -18,7 +18,7 @@ def run(qkv, slots, q_weight=None, k_weight=None, cache=None):
     layer_kv = LayerKV(cache[0], cache[1])
     slots = torch.tensor(slots, dtype=torch.int32)
     q, k, v = qk_norm_rope_store(
-        qkv.clone(), POSITIONS, table, q_weight, k_weight, EPS, layer_kv, slots, HQ, HKV, D
+        qkv.clone(), POSITIONS, table, q_weight, k_weight, EPS, layer_kv, slots
     )
     return q, k, v, cache
 
@@ -98,9 +98,6 @@ def test_scores_depend_on_the_distance_only():
             EPS,
             LayerKV(cache[0], cache[1]),
             torch.tensor([0, 1], dtype=torch.int32),
-            1,
-            1,
-            D,
         )
         scores.append(q[0, 0] @ k[1, 0])
     torch.testing.assert_close(torch.stack(scores), scores[0].expand(3), rtol=1e-4, atol=1e-4)

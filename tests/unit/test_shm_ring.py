@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import BatchHeader, BatchInput
-from nanovllm.engine.rank_messages import RankSetup, decode_step, encode_call, encode_step
+from nanovllm.engine.rank_messages import RankSetup, decode_call, encode_call
 from nanovllm.engine.shm_ring import RingReader, RingShape, RingWriter
 
 
@@ -30,9 +30,9 @@ def ring():
 def test_every_reader_gets_every_message_in_order(ring):
     writer, readers = ring(num_readers=3)
     for i in range(50):
-        writer.publish(i % 2, b"message ", str(i).encode())
+        writer.publish(b"message %d" % i)
         for reader in readers:
-            assert reader.poll() == (i % 2, b"message %d" % i)
+            assert reader.poll() == b"message %d" % i
             assert reader.poll() is None
 
 
@@ -40,31 +40,31 @@ def test_readers_lag_by_as_many_messages_as_there_are_slots(ring):
     writer, (fast, slow) = ring(num_slots=4)
     for i in range(4):
         assert writer.slowest_reader() is None
-        writer.publish(0, bytes([i]))
+        writer.publish(bytes([i]))
         fast.poll()
     assert writer.slowest_reader() == 1
     with pytest.raises(AssertionError, match="full ring"):
-        writer.publish(0, b"")
-    assert slow.poll() == (0, b"\0")
+        writer.publish(b"")
+    assert slow.poll() == b"\0"
     assert writer.slowest_reader() is None
 
 
 def test_the_longest_message_fits_and_a_longer_one_is_refused(ring):
     writer, (reader, _) = ring(slot_bytes=101)
-    writer.publish(0, bytes(range(101)))
-    assert reader.poll() == (0, bytes(range(101)))
+    writer.publish(bytes(range(101)))
+    assert reader.poll() == bytes(range(101))
     with pytest.raises(AssertionError, match="102 bytes"):
-        writer.publish(0, bytes(102))
+        writer.publish(bytes(102))
 
 
 def test_a_message_whose_text_has_not_arrived_yet_is_not_read(ring):
     writer, (reader, _) = ring()
-    writer.publish(0, b"text")
-    start = writer.shape.slot_offset(0) + 32
+    writer.publish(b"text")
+    start = writer.shape.slot_offset(0) + 24
     writer._bytes[start] ^= 1
     assert reader.poll() is None
     writer._bytes[start] ^= 1
-    assert reader.poll() == (0, b"text")
+    assert reader.poll() == b"text"
 
 
 def test_a_thread_that_writes_as_fast_as_it_may_loses_nothing(ring):
@@ -74,9 +74,9 @@ def test_a_thread_that_writes_as_fast_as_it_may_loses_nothing(ring):
 
     def read(reader, into):
         while len(into) < len(texts):
-            message = reader.poll()
-            if message is not None:
-                into.append(message[1])
+            text = reader.poll()
+            if text is not None:
+                into.append(text)
             time.sleep(0)  # gives the interpreter to another thread
 
     threads = [
@@ -87,7 +87,7 @@ def test_a_thread_that_writes_as_fast_as_it_may_loses_nothing(ring):
     for text in texts:
         while writer.slowest_reader() is not None:
             time.sleep(0)
-        writer.publish(0, text)
+        writer.publish(text)
     for thread in threads:
         thread.join()
     assert received == [texts, texts]
@@ -108,10 +108,9 @@ def test_a_step_survives_the_ring(ring):
     )
     buffer = np.arange(header.num_words(), dtype=np.int32) - 5
     writer, (reader, _) = ring(slot_bytes=1000)
-    writer.publish(0, *encode_step(BatchInput(header, buffer)))
-    step = decode_step(reader.poll()[1])
-    assert step.header == header
-    assert (type(step.header.has_prefix), type(step.header.num_seqs)) == (bool, int)
+    writer.publish(encode_call("launch", BatchInput(header, buffer)))
+    method, (step,) = decode_call(reader.poll())
+    assert (method, step.header) == ("launch", header)
     np.testing.assert_array_equal(step.buffer, buffer)
     assert step.buffer.flags.writeable  # torch warns about memory that it must not write to
 
@@ -141,6 +140,5 @@ def test_slots_hold_the_largest_step_that_the_config_allows(num_tokens, max_num_
         is_graph=False,
     )
     step = BatchInput(header, np.zeros(header.num_words(), np.int32))
-    assert sum(map(len, encode_step(step))) <= shape.slot_bytes
-    assert len(encode_call("num_blocks_that_fit", (10**9,))) <= shape.slot_bytes
+    assert len(encode_call("launch", step)) <= shape.slot_bytes
     assert shape.num_readers == 2

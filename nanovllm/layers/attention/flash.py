@@ -1,4 +1,4 @@
-"""The flash-attn backend: FlashAttention-3 where `flash_attn_interface` is installed, else 2.
+"""The flash-attn backend: FlashAttention-3 where `flash_attn_3` is installed, else 2.
 
 Prefill is one varlen call, on contiguous k and v where no sequence has a prefix in the cache, else
 through the block table; decode is one kvcache call. FlashAttention-3 multiplies the rows of a large
@@ -7,6 +7,7 @@ block behind a sequence's end by zero, so a cache must start out without NaN.
 
 import importlib
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ _FLASH2_BLOCK_MULTIPLE = 256
 def _has_flash3(device: torch.device) -> bool:
     """FlashAttention-3 is built for Hopper only."""
     return (
-        importlib.util.find_spec("flash_attn_interface") is not None
+        importlib.util.find_spec("flash_attn_3") is not None
         and torch.cuda.get_device_capability(device)[0] == 9
     )
 
@@ -42,11 +43,15 @@ class FlashAttention:
         """
         self._decode_backend = decode_backend
         self.version = version or (3 if _has_flash3(torch.device("cuda")) else 2)
-        module = importlib.import_module(
-            "flash_attn_interface" if self.version == 3 else "flash_attn"
-        )
-        self._varlen = module.flash_attn_varlen_func
-        self._kvcache = module.flash_attn_with_kvcache
+        if self.version == 3:
+            # The operator itself: the package's functions around it import torch's compiler at
+            # their first call, which takes seconds, and serve autograd at every call.
+            importlib.import_module("flash_attn_3._C")
+            self._flash3 = torch.ops.flash_attn_3.fwd
+        else:
+            module = importlib.import_module("flash_attn")
+            self._varlen = module.flash_attn_varlen_func
+            self._kvcache = module.flash_attn_with_kvcache
 
     @staticmethod
     def unavailable_reason(
@@ -71,7 +76,7 @@ class FlashAttention:
             return None
         if importlib.util.find_spec("flash_attn") is None:
             return (
-                "neither flash_attn_interface (FlashAttention-3) nor flash_attn is installed; "
+                "neither flash_attn_3 (FlashAttention-3) nor flash_attn is installed; "
                 "pip install flash-attn, or use attention_backend='triton'"
             )
         if block_size % _FLASH2_BLOCK_MULTIPLE:
@@ -108,9 +113,27 @@ class FlashAttention:
     ) -> Tensor:  # [N, Hq, D]; the decode rows are left unset
         """Attention of the sequences from num_decode_seqs on; offsets stay those of the step."""
         cu_seqlens_q = meta.cu_seqlens_q[meta.num_decode_seqs :]
+        tables = meta.block_tables[meta.num_decode_seqs :]
         scale = q.shape[-1] ** -0.5
+        if self.version == 3:
+            # With a page table it wants the keys' lengths, not offsets.
+            keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_q, "max_seqlen_k": meta.max_seqlen_q}
+            if meta.has_prefix:
+                k, v = layer_kv.k, layer_kv.v
+                keys = {"seqused_k": meta.seqlens_k[meta.num_decode_seqs :], "page_table": tables}
+            return self._flash3(
+                q,
+                k,
+                v,
+                cu_seqlens_q=cu_seqlens_q,
+                max_seqlen_q=meta.max_seqlen_q,
+                softmax_scale=scale,
+                is_causal=True,
+                num_splits=1,
+                **keys,
+            )[0]
         if not meta.has_prefix:
-            # Without a prefix the new tokens are all the tokens: offsets into k are those into q.
+            # Then the new tokens are all the tokens: offsets into k are those into q.
             longest = meta.max_seqlen_q
             return self._varlen(
                 q,
@@ -122,21 +145,6 @@ class FlashAttention:
                 longest,
                 softmax_scale=scale,
                 causal=True,
-            )
-        tables = meta.block_tables[meta.num_decode_seqs :]
-        if self.version == 3:
-            # With a page table FA3 wants lengths, not offsets, and takes varlen queries here.
-            return self._kvcache(
-                q,
-                layer_kv.k,
-                layer_kv.v,
-                cache_seqlens=meta.seqlens_k[meta.num_decode_seqs :],
-                page_table=tables,
-                cu_seqlens_q=cu_seqlens_q,
-                max_seqlen_q=meta.max_seqlen_q,
-                softmax_scale=scale,
-                causal=True,
-                num_splits=1,
             )
         return self._varlen(
             q,
@@ -159,12 +167,26 @@ class FlashAttention:
     ) -> Tensor:  # [num_decode_seqs, Hq, D]
         """Attention of one new token per sequence."""
         tables = meta.block_tables[: meta.num_decode_seqs]
-        return self._kvcache(
-            q.unsqueeze(1),
-            layer_kv.k,
-            layer_kv.v,
-            cache_seqlens=meta.seqlens_k[: meta.num_decode_seqs],
-            softmax_scale=q.shape[-1] ** -0.5,
-            causal=True,
-            **{"page_table" if self.version == 3 else "block_table": tables},
-        ).squeeze(1)
+        lengths = meta.seqlens_k[: meta.num_decode_seqs]
+        scale = q.shape[-1] ** -0.5
+        if self.version == 3:
+            out = self._flash3(
+                q.unsqueeze(1),
+                layer_kv.k,
+                layer_kv.v,
+                seqused_k=lengths,
+                page_table=tables,
+                softmax_scale=scale,
+                is_causal=True,
+            )[0]
+        else:
+            out = self._kvcache(
+                q.unsqueeze(1),
+                layer_kv.k,
+                layer_kv.v,
+                cache_seqlens=lengths,
+                softmax_scale=scale,
+                causal=True,
+                block_table=tables,
+            )
+        return out.squeeze(1)

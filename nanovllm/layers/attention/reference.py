@@ -110,47 +110,30 @@ def _decode(
     """Attention of one new token per sequence, in slices of rows whose gathered keys stay small."""
     if max_seqlen_k == 0:
         return torch.zeros_like(q)
-    _, _, num_kv_heads, head_dim = layer_kv.k.shape
-    step = max(1, _GATHER_ELEMENTS // (max_seqlen_k * num_kv_heads * head_dim))
-    parts = [
-        _decode_rows(
-            q[start : start + step],
-            layer_kv,
-            block_tables[start : start + step],
-            seqlens_k[start : start + step],
-            max_seqlen_k,
-        )
-        for start in range(0, q.shape[0], step)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _decode_rows(
-    q: Tensor,  # [B, Hq, D]
-    layer_kv: LayerKV,
-    block_tables: Tensor,  # int32 [B, max_blocks]
-    seqlens_k: Tensor,  # int32 [B]
-    max_seqlen_k: int,
-) -> Tensor:  # [B, Hq, D]
-    num_rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = layer_kv.k.shape[1:3]
     positions = torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)
-    lengths = seqlens_k.unsqueeze(1)  # int32 [B, 1]
-    # Beyond its end a row reads its own last token again: a cache row outside the sequence may hold
-    # NaN from an earlier owner, and masking would not help, because 0 * NaN is NaN.
-    read = torch.minimum(positions, (lengths - 1).clamp_min(0))  # int32 [B, T], T = max_seqlen_k
-    blocks = block_tables.gather(1, (read // block_size).long())
-    slots = (blocks * block_size + read % block_size).flatten()
-    k, v = (
-        cache.flatten(0, 1).index_select(0, slots).view(num_rows, -1, num_kv_heads, head_dim)
-        for cache in (layer_kv.k, layer_kv.v)
-    )
-    # The query heads that share a key head are the rows of one small matmul: [B, Hkv, Hq / Hkv, D].
-    out = F.scaled_dot_product_attention(
-        q.float().reshape(num_rows, num_kv_heads, -1, head_dim),
-        k.float().transpose(1, 2),
-        v.float().transpose(1, 2),
-        attn_mask=(positions < lengths)[:, None, None],  # bool [B, 1, 1, T]
-    )
-    out = out.reshape(num_rows, num_heads, head_dim)
-    return out.masked_fill((lengths == 0).unsqueeze(2), 0).to(q.dtype)
+    step = max(1, _GATHER_ELEMENTS // (max_seqlen_k * num_kv_heads * head_dim))
+    rows = zip(*(torch.split(x, step) for x in (q, block_tables, seqlens_k)), strict=True)
+    parts = []
+    for queries, tables, seqlens in rows:
+        lengths = seqlens.unsqueeze(1)  # int32 [B, 1]
+        # Beyond its end a row reads its own last token again: a cache row outside the sequence may
+        # hold NaN from an earlier owner, and masking would not help, because 0 * NaN is NaN.
+        read = torch.minimum(positions, (lengths - 1).clamp_min(0))  # int32 [B, T], T: max_seqlen_k
+        blocks = tables.gather(1, (read // block_size).long())
+        slots = (blocks * block_size + read % block_size).flatten()
+        k, v = (
+            cache.flatten(0, 1).index_select(0, slots).view(*read.shape, num_kv_heads, head_dim)
+            for cache in (layer_kv.k, layer_kv.v)
+        )
+        # Query heads that share a key head are the rows of one small matmul: [B, Hkv, Hq / Hkv, D].
+        out = F.scaled_dot_product_attention(
+            queries.float().unflatten(1, (num_kv_heads, -1)),
+            k.float().transpose(1, 2),
+            v.float().transpose(1, 2),
+            attn_mask=(positions < lengths)[:, None, None],  # bool [B, 1, 1, T]
+        )
+        out = out.reshape(-1, num_heads, head_dim)
+        parts.append(out.masked_fill((lengths == 0).unsqueeze(2), 0).to(q.dtype))
+    return torch.cat(parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.utils.context import AttentionMetadata, LayerKV
 from nanovllm.utils.device import is_triton_interpreted
 
-_MAX_ARRIVALS = 1 << 17  # batch size times kv heads of the largest decode step
+_MIN_COUNTERS = 1 << 17  # a decode step needs batch size times kv heads; beyond this, they grow
 
 
 class TritonAttention:
@@ -21,12 +21,13 @@ class TritonAttention:
     name = "triton"
 
     def __init__(self) -> None:
-        from nanovllm.kernels.paged_attention import decode_attention
+        from nanovllm.kernels.paged_attention import plain_decode_attention
         from nanovllm.kernels.prefill_attention import prefill_attention
 
-        self._decode_attention = decode_attention
+        self._decode_attention = plain_decode_attention
         self._prefill_attention = prefill_attention
-        self._arrivals: Tensor | None = None  # int32, zero between steps
+        # int32 counters, zero between steps; the last ones serve, captured graphs need the others
+        self._arrivals: list[Tensor] = []
 
     @staticmethod
     def unavailable_reason(
@@ -83,18 +84,20 @@ class TritonAttention:
         out: Tensor,  # [num_decode_seqs, Hq, D] contiguous, written
     ) -> None:
         """Attention of the step's decode rows; rows with seqlens_k 0 become zero."""
-        if self._arrivals is None:
+        num_decode = meta.num_decode_seqs
+        num_counters = num_decode * layer_kv.k.shape[2]
+        if not self._arrivals or self._arrivals[-1].numel() < num_counters:
             # Made in a capture, the counters would be zero only after the graph's first replay.
             assert q.device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), (
-                "run one decode step before capturing a graph of it"
+                "run a decode step of this batch size before capturing a graph of it"
             )
-            self._arrivals = torch.zeros(_MAX_ARRIVALS, dtype=torch.int32, device=q.device)
-        num_decode = meta.num_decode_seqs
+            size = max(num_counters, _MIN_COUNTERS)
+            self._arrivals.append(torch.zeros(size, dtype=torch.int32, device=q.device))
         self._decode_attention(
             q,
             layer_kv,
             meta.block_tables[:num_decode],
             meta.seqlens_k[:num_decode],
-            self._arrivals,
+            self._arrivals[-1],
             out,
         )
