@@ -24,6 +24,11 @@ def run(llm, prompts, max_tokens=12, **options):
     return [output["token_ids"] for output in outputs]
 
 
+def rank_0(llm):
+    """The ModelRunner of rank 0 of an engine of several ranks."""
+    return llm.engine.workers._runner
+
+
 def rank_pids(llm):
     """The process ids of ranks 1 and up."""
     return [process.pid for process in llm.engine.workers._pool._processes.values()]

@@ -4,9 +4,12 @@ import pytest
 import torch
 from decode_models import MAX_LEN, Batch, check, config, random_model
 
-from nanovllm.kernels.decode_attention import plan_attention
 from nanovllm.layers.ops import triton_ops
 from nanovllm.models.fast_decode import FastDecode
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.decode_attention import plan_attention
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

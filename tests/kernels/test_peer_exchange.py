@@ -8,10 +8,12 @@ business of tests/gpu.
 import pytest
 import torch
 
-from nanovllm.kernels import peer_exchange
-from nanovllm.kernels.peer_exchange import PeerExchange, exchange_bytes
-from nanovllm.layers.layernorm import add_rms_norm, rms_norm
-from nanovllm.utils.distributed import SharedMemory
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels import peer_exchange  # noqa: E402
+from nanovllm.kernels.peer_exchange import PeerExchange, exchange_bytes  # noqa: E402
+from nanovllm.layers.layernorm import add_rms_norm, rms_norm  # noqa: E402
+from nanovllm.utils.distributed import SharedMemory  # noqa: E402
 
 MAX_SEQS, EPS = 8, 1e-6
 
