@@ -18,6 +18,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.progress import ProgressBar
 from nanovllm.requests import Prompt, Request, check_requests
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.garbage import short_collections
 from nanovllm.utils.interrupts import deferred_interrupt
 
 
@@ -89,7 +90,7 @@ class LLM:
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing has been run.
         """
-        with self._lock:
+        with self._lock, short_collections():
             engine = self.engine
             requests = check_requests(prompts, sampling_params, engine.tokenizer, engine.limits)
             # the caller's autocast is not meant for us

@@ -39,8 +39,12 @@ def _compile(runner: "ModelRunner") -> None:
     try:
         from nanovllm.kernels.compile_ahead import compile_ahead
 
-        twin = _twin(runner)
-        with torch.cuda.device(runner.device), torch.inference_mode(), compile_ahead():
+        twin, device = _twin(runner), runner.device
+        with (
+            torch.cuda.device(device),
+            torch.inference_mode(),
+            compile_ahead(lambda: torch.cuda.set_device(device)),
+        ):
             twin.allocate_kv_cache(1)
             twin.build_fast_decode()
             for num_seqs in (1, runner.config.max_num_seqs):

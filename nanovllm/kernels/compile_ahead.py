@@ -6,7 +6,7 @@ model. Which kernels those are is found by running the steps to come without the
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,26 +17,35 @@ _PATCHING = threading.Lock()  # engines that start in several threads take turns
 
 
 @contextmanager
-def compile_ahead() -> Iterator[None]:
+def compile_ahead(enter: Callable[[], None] | None = None) -> Iterator[None]:
     """Inside, this thread's Triton launches compile in the background and run nothing.
 
+    Args:
+        enter: called first in each background thread, to choose its CUDA device.
+
     Everything else runs as usual, on whatever the launches did not write. On leaving, all kernels
-    have been compiled. Triton offers that only launch by launch (`warmup=True`), hence the patch.
+    have been compiled and loaded. Triton offers that only launch by launch (`warmup=True`), hence
+    the patch.
     """
     with _PATCHING:
         launch, owner = jit.JITFunction.run, threading.get_ident()
+        kernels = {}
 
         def compile_only(self, *args, **kwargs):
-            if threading.get_ident() == owner:
-                kwargs["warmup"] = True
-            return launch(self, *args, **kwargs)
+            if threading.get_ident() != owner:
+                return launch(self, *args, **kwargs)
+            kernel = launch(self, *args, **(kwargs | {"warmup": True}))
+            kernels[id(kernel)] = kernel
+            return kernel
 
         jit.JITFunction.run = compile_only
         try:
-            with (
-                ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as threads,
-                AsyncCompileMode(threads),
-            ):
-                yield
+            with ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=enter) as threads:
+                with AsyncCompileMode(threads):
+                    yield
+                # `run` is made at its first reading: it loads the kernel and, in some versions of
+                # Triton, compiles a launcher for it
+                for _ in threads.map(lambda kernel: kernel.run, kernels.values()):
+                    pass
         finally:
             jit.JITFunction.run = launch

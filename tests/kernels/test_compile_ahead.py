@@ -9,13 +9,31 @@ jit = pytest.importorskip("triton.runtime.jit")
 from nanovllm.kernels.compile_ahead import compile_ahead  # noqa: E402
 
 
+class Kernel:
+    """A compiled kernel that is loaded when `run` is first read."""
+
+    def __init__(self) -> None:
+        self.loading_threads: list[int] = []
+
+    @property
+    def run(self) -> None:
+        self.loading_threads.append(threading.get_ident())
+
+
+KERNEL = Kernel()
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each launch since was a mere compilation."""
     seen: list[bool] = []
-    monkeypatch.setattr(
-        jit.JITFunction, "run", lambda self, *args, warmup, **kwargs: seen.append(warmup)
-    )
+
+    def run(self: object, *args: object, warmup: bool, **kwargs: object) -> Kernel:
+        seen.append(warmup)
+        return KERNEL
+
+    monkeypatch.setattr(jit.JITFunction, "run", run)
+    KERNEL.loading_threads.clear()
     return seen
 
 
@@ -29,6 +47,18 @@ def test_launches_inside_only_compile(launches: list[bool]) -> None:
         launch()
     launch()
     assert launches == [False, True, False]
+
+
+def test_what_was_compiled_is_loaded_once_in_threads_that_were_prepared(
+    launches: list[bool],
+) -> None:
+    entered: list[int] = []
+    with compile_ahead(lambda: entered.append(threading.get_ident())):
+        launch()
+        launch()
+        assert KERNEL.loading_threads == []
+    assert len(KERNEL.loading_threads) == 1
+    assert set(KERNEL.loading_threads) <= set(entered)
 
 
 def test_other_threads_launch_as_ever(launches: list[bool]) -> None:
