@@ -4,9 +4,13 @@ Tokens are compared in float32, which decodes with plain layers; the rest runs a
 bfloat16, with the fused decode step in CUDA graphs.
 """
 
+import ast
 import contextlib
 import logging
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -262,3 +266,36 @@ def test_kernels_are_compiled_ahead(checkpoint, caplog):
     with caplog.at_level(logging.INFO, logger="nanovllm"), fast_llm(checkpoint):
         assert "decode graphs captured" in caplog.text
         assert "compiled one by one" not in caplog.text
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", 0), ("cuda:0", 1)])
+def test_the_engines_device_need_not_be_the_current_one(checkpoint, device, current):
+    """Triton's launches, events and graphs go to the current device, whatever tensors are on.
+
+    In a fresh process, since torch keeps the stream of its first capture.
+    """
+    text = (
+        "import torch\n"
+        "from nanovllm import LLM, SamplingParams\n"
+        f"torch.cuda.set_device({current})\n"
+        "params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)\n"
+        f"options = dict(dtype='bfloat16', device={device!r}, **{SMALL!r})\n"
+        f"with LLM({str(checkpoint)!r}, **options) as llm:\n"
+        "    assert llm.engine.workers.fast_decode is not None\n"
+        f"    outputs = llm.generate({make_prompts()!r}, params, use_tqdm=False)\n"
+        f"assert torch.cuda.current_device() == {current}\n"
+        "print([output['token_ids'] for output in outputs])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with fast_llm(checkpoint) as llm:
+        assert ast.literal_eval(done.stdout) == tokens_of(llm, make_prompts(), params)
