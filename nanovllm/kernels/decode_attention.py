@@ -9,7 +9,11 @@ from dataclasses import dataclass
 import triton
 from torch import Tensor
 
-from nanovllm.kernels.decode_attention_kernels import one_tile_kernel, pipelined_kernel
+from nanovllm.kernels.decode_attention_kernels import (
+    cuda_core_kernel,
+    one_tile_kernel,
+    pipelined_kernel,
+)
 from nanovllm.kernels.pdl import launch_options
 
 PIPELINED_TILE = 64  # tokens a loop iteration; 128 and 8 warps are slower at every batch size
@@ -71,32 +75,16 @@ def fused_decode_attention(
     G = width // (HKV * D) - 2
     lse = partials[B * HKV * plan.num_splits * G * D :]
     has_norm = q_weight is not None
-    args = (
-        qkv,
-        k_cache,
-        v_cache,
-        block_tables,
-        seqlens_k,
-        slot_mapping,
-        cos_sin,
-        q_weight if has_norm else qkv,
-        k_weight if has_norm else qkv,
-        out,
-        partials,
-        lse,
-        counts,
-        D**-0.5,
-        eps,
-        block_tables.stride(0),
-    )
-    shared = {
+    inputs = (qkv, k_cache, v_cache, block_tables, seqlens_k, slot_mapping, cos_sin)
+    weights = (q_weight, k_weight) if has_norm else (qkv, qkv)
+    numbers = (D**-0.5, eps, block_tables.stride(0))
+    args = (*inputs, *weights, out, partials, lse, counts, *numbers)
+    options = {
         "HKV": HKV,
         "G": G,
-        "R": max(16, triton.next_power_of_2(G)),  # the least that a tensor core takes
         "D": D,
         "PAGE": page,
         "SPLIT": plan.split,
-        "LONG": plan.is_long,
         "QK_NORM": has_norm,
         "PDL": pdl,
         "num_warps": 4,
@@ -104,7 +92,10 @@ def fused_decode_attention(
     }
     # Splits last: programs without tokens come when the others are already at work.
     grid = (HKV, B, plan.num_splits)
-    if plan.one_tile:
-        one_tile_kernel[grid](*args, TENSOR_CORES=plan.tensor_cores, **shared)
+    if not plan.tensor_cores:
+        cuda_core_kernel[grid](*args, **options)
+    elif plan.one_tile:
+        one_tile_kernel[grid](*args, LONG=plan.is_long, **options)
     else:
-        pipelined_kernel[grid](*args, TILE=PIPELINED_TILE, STAGES=plan.stages, **shared)
+        loop = {"TILE": PIPELINED_TILE, "STAGES": plan.stages}
+        pipelined_kernel[grid](*args, LONG=plan.is_long, **loop, **options)
