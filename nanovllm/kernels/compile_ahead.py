@@ -43,9 +43,14 @@ def compile_ahead(enter: Callable[[], None] | None = None) -> Iterator[None]:
             with ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=enter) as threads:
                 with AsyncCompileMode(threads):
                     yield
-                # `run` is made at its first reading: it loads the kernel and, in some versions of
-                # Triton, compiles a launcher for it
-                for _ in threads.map(lambda kernel: kernel.run, kernels.values()):
+                for _ in threads.map(_load, kernels.values()):
                     pass
         finally:
             jit.JITFunction.run = launch
+
+
+def _load(kernel):
+    """Have everything ready for the first launch; some versions of Triton build a launcher then."""
+    if hasattr(kernel, "result"):  # it was compiled in the background
+        kernel = kernel.result()
+    kernel.run  # noqa: B018  made at its first reading

@@ -5,11 +5,16 @@ merging of the pieces that a context is split into. Prefill and the unfused deco
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import triton
 from torch import Tensor
 
-from nanovllm.kernels.decode_attention_kernels import one_tile_kernel, pipelined_kernel
+from nanovllm.kernels.decode_attention_kernels import (
+    cuda_core_kernel,
+    one_tile_kernel,
+    pipelined_kernel,
+)
 from nanovllm.kernels.pdl import launch_options
 
 
@@ -17,12 +22,11 @@ from nanovllm.kernels.pdl import launch_options
 class AttentionPlan:
     """Which kernel runs and how contexts are split."""
 
-    one_tile: bool  # else pipelined
-    tensor_cores: bool  # else CUDA cores: fewer steps from input to output, but slow in bulk
+    kernel: Literal["cuda_core", "one_tile", "pipelined"]
     split: int  # tokens per piece
     num_splits: int  # pieces in the grid
-    is_long: bool  # contexts may exceed split * num_splits; their pieces are then longer
-    stages: int  # of the pipeline
+    is_long: bool = False  # contexts may exceed split * num_splits; their pieces are then longer
+    stages: int = 1  # of the pipeline
     tile: int = 64  # tokens of a loop iteration of the pipeline
     num_warps: int = 4
 
@@ -34,20 +38,22 @@ def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int)
     """
     heads = batch_size * num_kv_heads
     if heads <= 8 and group <= 4 and max_len <= 8192:
-        return AttentionPlan(True, False, 64, triton.cdiv(max_len, 64), False, 1)
+        # CUDA cores: fewer steps from input to output than with tensor cores, but slow in bulk
+        return AttentionPlan("cuda_core", 64, triton.cdiv(max_len, 64))
     # Programs beyond a row's length exit at once, but tens of thousands of them cost microseconds.
     if heads <= 64:
-        one_tile, split, stages, most_programs = True, 128, 1, 2048
+        split, stages, most_programs = 128, 1, 2048
     elif heads <= 256:
-        one_tile, split, stages, most_programs = False, 256, 2, 8192
+        split, stages, most_programs = 256, 2, 8192
     else:
-        one_tile, split, stages, most_programs = False, 1024 if heads < 1024 else 2048, 4, 16384
+        split, stages, most_programs = 1024 if heads < 1024 else 2048, 4, 16384
     wanted = triton.cdiv(max_len, split)
     num_splits = min(wanted, max(1, most_programs // heads))
     # Thousands of programs are as fast in small ones where contexts are long, faster where short.
     tile, num_warps = (32, 2) if heads >= 2048 else (64, 4)
     is_long = num_splits < wanted
-    return AttentionPlan(one_tile, True, split, num_splits, is_long, stages, tile, num_warps)
+    kernel: Literal["one_tile", "pipelined"] = "one_tile" if heads <= 64 else "pipelined"
+    return AttentionPlan(kernel, split, num_splits, is_long, stages, tile, num_warps)
 
 
 def fused_decode_attention(
@@ -74,32 +80,16 @@ def fused_decode_attention(
     G = width // (HKV * D) - 2
     lse = partials[B * HKV * plan.num_splits * G * D :]
     has_norm = q_weight is not None
-    args = (
-        qkv,
-        k_cache,
-        v_cache,
-        block_tables,
-        seqlens_k,
-        slot_mapping,
-        cos_sin,
-        q_weight if has_norm else qkv,
-        k_weight if has_norm else qkv,
-        out,
-        partials,
-        lse,
-        counts,
-        D**-0.5,
-        eps,
-        block_tables.stride(0),
-    )
-    shared = {
+    inputs = (qkv, k_cache, v_cache, block_tables, seqlens_k, slot_mapping, cos_sin)
+    weights = (q_weight, k_weight) if has_norm else (qkv, qkv)
+    numbers = (D**-0.5, eps, block_tables.stride(0))
+    args = (*inputs, *weights, out, partials, lse, counts, *numbers)
+    options = {
         "HKV": HKV,
         "G": G,
-        "R": max(16, triton.next_power_of_2(G)),  # the least that a tensor core takes
         "D": D,
         "PAGE": page,
         "SPLIT": plan.split,
-        "LONG": plan.is_long,
         "QK_NORM": has_norm,
         "PDL": pdl,
         "num_warps": plan.num_warps,
@@ -107,7 +97,10 @@ def fused_decode_attention(
     }
     # Splits last: programs without tokens come when the others are already at work.
     grid = (HKV, B, plan.num_splits)
-    if plan.one_tile:
-        one_tile_kernel[grid](*args, TENSOR_CORES=plan.tensor_cores, **shared)
+    if plan.kernel == "cuda_core":
+        cuda_core_kernel[grid](*args, **options)
+    elif plan.kernel == "one_tile":
+        one_tile_kernel[grid](*args, LONG=plan.is_long, **options)
     else:
-        pipelined_kernel[grid](*args, TILE=plan.tile, STAGES=plan.stages, **shared)
+        loop = {"TILE": plan.tile, "STAGES": plan.stages}
+        pipelined_kernel[grid](*args, LONG=plan.is_long, **loop, **options)

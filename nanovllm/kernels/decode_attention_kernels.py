@@ -1,151 +1,58 @@
 """Kernels of the fused decode attention; `decode_attention.py` chooses between them.
 
-They share all but their loop: `one_tile_kernel`, for small batches, loads its cached tokens before
-the qkv product is finished; `pipelined_kernel`, for large ones, streams long pieces.
+They differ in how they attend to the cached tokens: `one_tile_kernel` and `cuda_core_kernel`, for
+small batches, load them before the qkv product is finished; `pipelined_kernel`, for large ones,
+streams long pieces. What they share is in `decode_attention_pieces.py`.
 """
 
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import LOG2E, MASKED
+from nanovllm.kernels.decode_attention_pieces import (
+    first_token,
+    load_head,
+    load_tile,
+    merge_if_last,
+    norm_and_rotate,
+    piece_ptrs,
+    qk_rope_factors,
+    query,
+    rope_factors,
+    store_token,
+    wait_for_qkv,
+    write,
+    write_if_padded,
+)
 from nanovllm.kernels.paged_attention import attend_tile, cache_rows
-from nanovllm.kernels.pdl import gdc_launch_dependents, gdc_wait
+from nanovllm.kernels.pdl import gdc_wait
 
 
 @triton.jit
-def _rope_factors(cos_sin_ptr, weight_ptr, position, D: tl.constexpr, QK_NORM: tl.constexpr):
-    """What to multiply x [D] and its rotation partner with; the norm weight is included."""
-    d = tl.arange(0, D)
-    row = cos_sin_ptr + position * D + d % (D // 2)
-    a = tl.load(row)
-    b = tl.where(d < D // 2, -1.0, 1.0) * tl.load(row + D // 2)
-    if QK_NORM:
-        a *= tl.load(weight_ptr + d).to(tl.float32)
-        b *= tl.load(weight_ptr + (d + D // 2) % D).to(tl.float32)
-    return a, b
+def _new_token(k_row, a, b, eps, HKV: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr):
+    """The row's new key [D], normalised and rotated, and value [D].
+
+    All loads first: none is moved up past the barriers of a norm.
+    """
+    x, partner = load_head(k_row, D)
+    v = tl.load(k_row + HKV * D + tl.arange(0, D))
+    return norm_and_rotate(x, partner, a, b, eps, v.dtype, QK_NORM), v
 
 
 @triton.jit
-def _query(
-    row_ptr, a, b, eps, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr
-):
-    """The G query heads of one KV head, normalised and rotated, as [R, D] in the model's dtype."""
-    r = tl.arange(0, R)
-    d = tl.arange(0, D)
-    ptrs = row_ptr + r[:, None] * D
-    mask = (r < G)[:, None]
-    x = tl.load(ptrs + d[None, :], mask=mask, other=0.0).to(tl.float32)
-    # Written (d + D/2) % D and not d ^ D/2, or the compiler loads element by element.
-    partner = tl.load(ptrs + ((d + D // 2) % D)[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = x * a[None, :] + partner * b[None, :]
-    if QK_NORM:
-        y *= tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
-    return y.to(row_ptr.dtype.element_ty)
-
-
-@triton.jit
-def _load_head(row_ptr, D: tl.constexpr):
-    """One head's vector [D] and its rotation partner, in float32."""
-    d = tl.arange(0, D)
-    x = tl.load(row_ptr + d).to(tl.float32)
-    return x, tl.load(row_ptr + (d + D // 2) % D).to(tl.float32)
-
-
-@triton.jit
-def _norm_and_rotate(x, partner, a, b, eps, dtype: tl.constexpr, QK_NORM: tl.constexpr):
-    """One head, normalised and rotated, rounded to the model's dtype."""
-    y = x * a + partner * b
-    if QK_NORM:
-        y *= tl.rsqrt(tl.sum(x * x, 0) / x.shape[0] + eps)
-    return y.to(dtype)
-
-
-@triton.jit
-def _write(
-    acc,  # float32 [R, D], weighted with exp2(score - m)
-    m,  # [R] largest score, in units of log2
-    total,  # [R] sum of the weights
-    out_ptr,  # this KV head's G query heads of this sequence, [G, D]
-    partial_ptr,  # this KV head's pieces of this sequence, [num_splits, G, D]
-    lse_ptr,  # [num_splits, G]
-    s,
-    num_pieces,
-    G: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Store the result, or piece s of it."""
-    r = tl.arange(0, R)
-    rd = r[:, None] * D + tl.arange(0, D)[None, :]
-    mask = (r < G)[:, None]
-    y = acc / total[:, None]
-    if num_pieces == 1:
-        tl.store(out_ptr + rd, y.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partial_ptr + s * (G * D) + rd, y, mask=mask)
-        tl.store(lse_ptr + s * G + r, m + tl.log2(total), mask=r < G)
-
-
-@triton.jit
-def _merge_if_last(
-    out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G: tl.constexpr, D: tl.constexpr
-):
-    """The program that stored the last piece of a head merges them all."""
-    if num_pieces > 1:
-        tl.debug_barrier()
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel") == num_pieces - 1:
-            tl.debug_barrier()
-            _merge(out_ptr, partial_ptr, lse_ptr, num_pieces, G, D)
-            tl.store(count_ptr, 0)
-
-
-@triton.jit
-def _merge(out_ptr, partial_ptr, lse_ptr, num_pieces, G: tl.constexpr, D: tl.constexpr):
-    """Weigh the pieces by exp2(log-sum-exp), in order, whichever program does it."""
-    HEADS: tl.constexpr = triton.next_power_of_2(G)
-    STEP: tl.constexpr = max(2, min(16, 4096 // (HEADS * D)))
-    g = tl.arange(0, HEADS)
-    d = tl.arange(0, D)
-    m = tl.full([HEADS], MASKED, tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
-    for start in range(0, num_pieces, STEP):
-        piece = start + tl.arange(0, STEP)
-        mask = (piece < num_pieces)[:, None] & (g < G)[None, :]
-        row = piece[:, None] * G + g[None, :]
-        # .cg: L1 may hold lines from before the other programs wrote them.
-        lse = tl.load(lse_ptr + row, mask=mask, other=MASKED, cache_modifier=".cg")
-        y = tl.load(
-            partial_ptr + row[:, :, None] * D + d[None, None, :],
-            mask=mask[:, :, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_m = tl.maximum(m, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_m[None, :])
-        decay = tl.exp2(m - new_m)
-        total = total * decay + tl.sum(weight, 0)
-        acc = acc * decay[:, None] + tl.sum(weight[:, :, None] * y, 0)
-        m = new_m
-    y = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + g[:, None] * D + d[None, :], y, mask=(g < G)[:, None])
-
-
-@triton.jit
-def _piece_len(n, SPLIT: tl.constexpr, TILE: tl.constexpr, LONG: tl.constexpr):
-    """Tokens per program; more for a context that is too long for the grid."""
-    if LONG:
-        most = tl.num_programs(2) * TILE
-        return tl.maximum(SPLIT, (n + most - 1) // most * TILE)
-    else:
-        return SPLIT
+def _attend_first_tile(q, k, v, mask, new_k, new_v, is_owner, scale):
+    """The online softmax's (maximum, sum, result) of a tile and, for its owner, the new token."""
+    m = tl.where(is_owner, tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale, MASKED)
+    total = tl.where(is_owner, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
+    acc = total[:, None] * new_v[None, :]
+    return attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
 
 
 @triton.jit
 def one_tile_kernel(
     qkv_ptr,  # [B, (Hq + 2 Hkv) * D] raw products
-    k_cache_ptr,  # [num_blocks, PAGE, Hkv, D]
-    v_cache_ptr,
+    k_ptr,  # [num_blocks, PAGE, Hkv, D]
+    v_ptr,
     table_ptr,  # int32 [B, table_stride]
     seqlen_ptr,  # int32 [B] new token included; 0 = padded row
     slot_ptr,  # int32 [B] cache row of the new token, -1 = do not store
@@ -161,124 +68,95 @@ def one_tile_kernel(
     table_stride,
     HKV: tl.constexpr,
     G: tl.constexpr,  # query heads per KV head
-    R: tl.constexpr,  # and their rows in a tile
     D: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,  # tokens of a piece: one tile
     LONG: tl.constexpr,  # pieces may have further tiles
     QK_NORM: tl.constexpr,
-    TENSOR_CORES: tl.constexpr,  # else CUDA cores, and not LONG
     PDL: tl.constexpr,
 ):
-    """One program per (KV head, piece, row)."""
-    h = tl.program_id(0)
-    b = tl.program_id(1)
-    s = tl.program_id(2)
-    n = tl.load(seqlen_ptr + b)
-    piece = _piece_len(n, SPLIT, SPLIT, LONG)
-    start = s * piece
+    """On tensor cores; one program per (KV head, row, piece)."""
+    h, b, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, piece, start = first_token(seqlen_ptr, SPLIT, SPLIT, LONG)
     out_ptr += (b * HKV + h) * (G * D)
     if start >= n:
-        if s == 0:
-            _write_zeros(out_ptr, G, D, PDL)
+        write_if_padded(out_ptr, G, D, PDL)
         return
     num_pieces = (n + piece - 1) // piece
-    position = n - 1
-    end = tl.minimum(position, start + piece)  # of the cached tokens
+    end = tl.minimum(n - 1, start + piece)  # of the cached tokens
     d = tl.arange(0, D)
     table_ptr += b * table_stride
     head = h * D + d[None, :]
-    t = tl.arange(0, SPLIT)
-    rows = cache_rows(table_ptr, start, end, SPLIT, PAGE)[:, None] * (HKV * D) + head
-    mask = start + t < end
     # Everything up to the wait was there before this step, so it is read during the qkv product.
-    k = tl.load(k_cache_ptr + rows, mask=mask[:, None], other=0.0)
-    v = tl.load(v_cache_ptr + rows, mask=mask[:, None], other=0.0)
-    qa, qb = _rope_factors(cos_sin_ptr, q_weight_ptr, position, D, QK_NORM)
-    ka, kb = _rope_factors(cos_sin_ptr, k_weight_ptr, position, D, QK_NORM)
+    k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, start, end, head, HKV, PAGE, SPLIT)
+    qa, qb, ka, kb = qk_rope_factors(cos_sin_ptr, q_weight_ptr, k_weight_ptr, n - 1, D, QK_NORM)
     slot = tl.load(slot_ptr + b).to(tl.int64)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    wait_for_qkv(PDL)
     qkv_ptr += b * ((G + 2) * HKV * D)
     q_row = qkv_ptr + h * (G * D)
     k_row = qkv_ptr + (G * HKV + h) * D
-    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    # All loads first: none is moved up past the barriers of a norm.
-    heads = ()
-    if TENSOR_CORES:
-        q = _query(q_row, qa, qb, eps, G, R, D, QK_NORM)
-    else:
-        for g in tl.static_range(G):
-            heads = heads + _load_head(q_row + g * D, D)
-    x, partner = _load_head(k_row, D)
-    new_v = tl.load(k_row + HKV * D + d)
-    new_k = _norm_and_rotate(x, partner, ka, kb, eps, dtype, QK_NORM)
+    q = query(q_row, qa, qb, eps, G, D, QK_NORM)
+    new_k, new_v = _new_token(k_row, ka, kb, eps, HKV, D, QK_NORM)
     is_owner = s == num_pieces - 1
-    if is_owner & (slot >= 0):
-        tl.store(k_cache_ptr + slot * (HKV * D) + h * D + d, new_k)
-        tl.store(v_cache_ptr + slot * (HKV * D) + h * D + d, new_v)
-    # The new token comes from registers, so that no program reads what another one stores.
-    new_k = new_k.to(tl.float32)
-    new_v = new_v.to(tl.float32)
+    new_k, new_v = store_token(k_ptr, v_ptr, slot, is_owner & (slot >= 0), new_k, new_v, HKV)
     scale *= LOG2E
-    pieces = (b * HKV + h) * tl.num_programs(2)
-    partial_ptr += pieces * (G * D)
-    lse_ptr += pieces * G
-    if TENSOR_CORES:
-        m = tl.where(is_owner, tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale, MASKED)
-        total = tl.where(is_owner, tl.full([R], 1.0, tl.float32), 0.0)
-        acc = total[:, None] * new_v[None, :]
-        m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
-        if LONG:
-            for first in range(start + SPLIT, end, SPLIT):
-                rows = cache_rows(table_ptr, first, end, SPLIT, PAGE)[:, None] * (HKV * D) + head
-                mask = first + t < end
-                k = tl.load(k_cache_ptr + rows, mask=mask[:, None], other=0.0)
-                v = tl.load(v_cache_ptr + rows, mask=mask[:, None], other=0.0)
-                m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
-        _write(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G, R, D)
+    partial_ptr, lse_ptr = piece_ptrs(partial_ptr, lse_ptr, HKV, G, D)
+    m, total, acc = _attend_first_tile(q, k, v, mask, new_k, new_v, is_owner, scale)
+    if LONG:
+        for first in range(start + SPLIT, end, SPLIT):
+            k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, first, end, head, HKV, PAGE, SPLIT)
+            m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
+    write(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G)
+    merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr + (b * HKV + h), num_pieces, G, D)
+
+
+@triton.jit
+def _load_heads(row_ptr, G: tl.constexpr, D: tl.constexpr):
+    """Each query head's vector and rotation partner, one after the other."""
+    heads = ()
+    for g in tl.static_range(G):
+        heads = heads + load_head(row_ptr + g * D, D)
+    return heads
+
+
+@triton.jit
+def _softmax_weights(q, k, mask, new_k, is_owner, scale):
+    """One query head's weights of the tile [SPLIT] and of the new token, and the largest score.
+
+    For all heads before the first weighted mean: k's registers are free when v is widened.
+    """
+    q = q.to(tl.float32) * scale
+    score = tl.where(mask, tl.sum(k.to(tl.float32) * q[None, :], 1), MASKED)
+    new_score = tl.where(is_owner, tl.sum(new_k * q, 0), MASKED)
+    m = tl.maximum(tl.max(score, 0), new_score)
+    return tl.exp2(score - m), tl.exp2(new_score - m), m
+
+
+@triton.jit
+def _weighted_mean(p, new_p, v, new_v):
+    """One query head's result [D] and the sum of its weights."""
+    total = tl.sum(p, 0) + new_p
+    return (tl.sum(p[:, None] * v.to(tl.float32), 0) + new_p * new_v) / total, total
+
+
+@triton.jit
+def _write_head(y, m, total, out_ptr, partial_ptr, lse_ptr, g, num_pieces, G: tl.constexpr):
+    """As `write`, for query head g alone; y [D] is divided by `total` already."""
+    D: tl.constexpr = y.shape[0]
+    s = tl.program_id(2)
+    d = tl.arange(0, D)
+    if num_pieces == 1:
+        tl.store(out_ptr + g * D + d, y.to(out_ptr.dtype.element_ty))
     else:
-        # Two loops, so that k's registers are free when v is widened.
-        weights = ()
-        for g in tl.static_range(G):
-            q = _norm_and_rotate(heads[2 * g], heads[2 * g + 1], qa, qb, eps, dtype, QK_NORM)
-            q = q.to(tl.float32) * scale
-            score = tl.where(mask, tl.sum(k.to(tl.float32) * q[None, :], 1), MASKED)
-            new_score = tl.where(is_owner, tl.sum(new_k * q, 0), MASKED)
-            m = tl.maximum(tl.max(score, 0), new_score)
-            w = (tl.exp2(score - m), tl.exp2(new_score - m), m)
-            weights = weights + w  # type: ignore[assignment]
-        for g in tl.static_range(G):
-            p = weights[3 * g]  # type: ignore[var-annotated]
-            new_p = weights[3 * g + 1]  # type: ignore[var-annotated]
-            m = weights[3 * g + 2]
-            total = tl.sum(p, 0) + new_p
-            y = (tl.sum(p[:, None] * v.to(tl.float32), 0) + new_p * new_v) / total
-            if num_pieces == 1:
-                tl.store(out_ptr + g * D + d, y.to(dtype))
-            else:
-                tl.store(partial_ptr + (s * G + g) * D + d, y)
-                tl.store(lse_ptr + s * G + g, m + tl.log2(total))
-    count_ptr += b * HKV + h
-    _merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G, D)
+        tl.store(partial_ptr + (s * G + g) * D + d, y)
+        tl.store(lse_ptr + s * G + g, m + tl.log2(total))
 
 
 @triton.jit
-def _write_zeros(out_ptr, G: tl.constexpr, D: tl.constexpr, PDL: tl.constexpr):
-    """A padded row's result. Waits like any other: the buffer may still be read from."""
-    if PDL:
-        gdc_wait()
-    e = tl.arange(0, triton.next_power_of_2(G) * D)
-    zeros = tl.zeros([triton.next_power_of_2(G) * D], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + e, zeros, mask=e < G * D)
-
-
-@triton.jit
-def pipelined_kernel(
+def cuda_core_kernel(
     qkv_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
+    k_ptr,
+    v_ptr,
     table_ptr,
     seqlen_ptr,
     slot_ptr,
@@ -294,7 +172,155 @@ def pipelined_kernel(
     table_stride,
     HKV: tl.constexpr,
     G: tl.constexpr,
-    R: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """On CUDA cores; arguments and loads as in `one_tile_kernel`, but no further tiles."""
+    h, b, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, piece, start = first_token(seqlen_ptr, SPLIT, SPLIT, False)
+    out_ptr += (b * HKV + h) * (G * D)
+    if start >= n:
+        write_if_padded(out_ptr, G, D, PDL)
+        return
+    num_pieces = (n + piece - 1) // piece
+    end = tl.minimum(n - 1, start + piece)  # of the cached tokens
+    d = tl.arange(0, D)
+    table_ptr += b * table_stride
+    head = h * D + d[None, :]
+    k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, start, end, head, HKV, PAGE, SPLIT)
+    qa, qb, ka, kb = qk_rope_factors(cos_sin_ptr, q_weight_ptr, k_weight_ptr, n - 1, D, QK_NORM)
+    slot = tl.load(slot_ptr + b).to(tl.int64)
+    wait_for_qkv(PDL)
+    qkv_ptr += b * ((G + 2) * HKV * D)
+    q_row = qkv_ptr + h * (G * D)
+    k_row = qkv_ptr + (G * HKV + h) * D
+    heads = _load_heads(q_row, G, D)
+    new_k, new_v = _new_token(k_row, ka, kb, eps, HKV, D, QK_NORM)
+    is_owner = s == num_pieces - 1
+    new_k, new_v = store_token(k_ptr, v_ptr, slot, is_owner & (slot >= 0), new_k, new_v, HKV)
+    scale *= LOG2E
+    partial_ptr, lse_ptr = piece_ptrs(partial_ptr, lse_ptr, HKV, G, D)
+    weights = ()
+    for g in tl.static_range(G):
+        q = norm_and_rotate(heads[2 * g], heads[2 * g + 1], qa, qb, eps, k.dtype, QK_NORM)
+        weights = weights + _softmax_weights(q, k, mask, new_k, is_owner, scale)
+    for g in tl.static_range(G):
+        y, total = _weighted_mean(weights[3 * g], weights[3 * g + 1], v, new_v)
+        m = weights[3 * g + 2]  # type: ignore[var-annotated]
+        _write_head(y, m, total, out_ptr, partial_ptr, lse_ptr, g, num_pieces, G)
+    merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr + (b * HKV + h), num_pieces, G, D)
+
+
+@triton.jit
+def _attend_cached(
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    base,  # cache row of the first token's page; used if ONE_PAGE
+    start,
+    end,
+    head,
+    t,  # [TILE] 0, 1, ...
+    scale,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The online softmax's (maximum, sum, result) of cached tokens [start, end)."""
+    TILE: tl.constexpr = t.shape[0]
+    D: tl.constexpr = q.shape[1]
+    m = tl.full([q.shape[0]], MASKED, tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], D], tl.float32)
+    for first in tl.range(start, end, TILE, num_stages=STAGES):
+        if ONE_PAGE:
+            rows = base + first % PAGE + t
+        else:
+            rows = cache_rows(table_ptr, first, end, TILE, PAGE)
+        offsets = rows[:, None] * (HKV * D) + head
+        mask = first + t < end
+        k = tl.load(k_ptr + offsets, mask=mask[:, None], other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask[:, None], other=0.0)
+        m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
+    return m, total, acc
+
+
+@triton.jit
+def _late_token(
+    qkv_ptr,
+    cos_sin_ptr,
+    weight_ptr,
+    position,
+    eps,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    QK_NORM: tl.constexpr,
+):
+    """As `_new_token`, all of it here: no registers are held during the loop over cached tokens."""
+    a, b = rope_factors(cos_sin_ptr, weight_ptr, position, D, QK_NORM)
+    k_row = qkv_ptr + (G * HKV + tl.program_id(0)) * D
+    x, partner = load_head(k_row, D)
+    k = norm_and_rotate(x, partner, a, b, eps, qkv_ptr.dtype.element_ty, QK_NORM)
+    return k, tl.load(k_row + HKV * D + tl.arange(0, D))
+
+
+@triton.jit
+def _attend_new_token(q, k, v, scale, m, total, acc):
+    """One more step of the online softmax: the new token's key and value [D]."""
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scale
+    new_m = tl.maximum(m, score)
+    decay = tl.exp2(m - new_m)
+    p = tl.exp2(score - new_m)
+    total = total * decay + p
+    return new_m, total, acc * decay[:, None] + p[:, None] * v.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _write_and_merge(
+    acc,
+    m,
+    total,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    count_ptr,
+    num_pieces,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+):
+    D: tl.constexpr = acc.shape[1]
+    partial_ptr, lse_ptr = piece_ptrs(partial_ptr, lse_ptr, HKV, G, D)
+    count_ptr += tl.program_id(1) * HKV + tl.program_id(0)
+    write(acc, m, total, out_ptr, partial_ptr, lse_ptr, tl.program_id(2), num_pieces, G)
+    merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G, D)
+
+
+@triton.jit
+def pipelined_kernel(
+    qkv_ptr,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    seqlen_ptr,
+    slot_ptr,
+    cos_sin_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    count_ptr,
+    scale,
+    eps,
+    table_stride,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -305,68 +331,33 @@ def pipelined_kernel(
     PDL: tl.constexpr,
 ):
     """Arguments as in `one_tile_kernel`, but for the shape of the loop."""
-    h = tl.program_id(0)
-    b = tl.program_id(1)
-    s = tl.program_id(2)
-    n = tl.load(seqlen_ptr + b)
-    piece = _piece_len(n, SPLIT, TILE, LONG)
-    start = s * piece
+    h, b, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n, piece, start = first_token(seqlen_ptr, SPLIT, TILE, LONG)
     out_ptr += (b * HKV + h) * (G * D)
     if start >= n:
-        if s == 0:
-            _write_zeros(out_ptr, G, D, PDL)
+        write_if_padded(out_ptr, G, D, PDL)
         return
     num_pieces = (n + piece - 1) // piece
-    position = n - 1
-    end = tl.minimum(position, start + piece)  # of the cached tokens
+    end = tl.minimum(n - 1, start + piece)  # of the cached tokens
     d = tl.arange(0, D)
     table_ptr += b * table_stride
     head = h * D + d[None, :]
     t = tl.arange(0, TILE)
-    qa, qb = _rope_factors(cos_sin_ptr, q_weight_ptr, position, D, QK_NORM)
+    qa, qb = rope_factors(cos_sin_ptr, q_weight_ptr, n - 1, D, QK_NORM)
     # A page lookup inside the loop costs pipeline stages; a piece within one page needs none.
     ONE_PAGE: tl.constexpr = (not LONG) and SPLIT <= PAGE
-    if ONE_PAGE:
-        page_row = tl.load(table_ptr + start // PAGE).to(tl.int64) * PAGE
+    base = tl.load(table_ptr + start // PAGE).to(tl.int64) * PAGE
     if PDL:
         gdc_wait()  # no dependents yet: they would take shared memory from this loop
     qkv_ptr += b * ((G + 2) * HKV * D)
-    q = _query(qkv_ptr + h * (G * D), qa, qb, eps, G, R, D, QK_NORM)
+    q = query(qkv_ptr + h * (G * D), qa, qb, eps, G, D, QK_NORM)
     scale *= LOG2E
-    m = tl.full([R], MASKED, tl.float32)
-    total = tl.zeros([R], tl.float32)
-    acc = tl.zeros([R, D], tl.float32)
-    for first in tl.range(start, end, TILE, num_stages=STAGES):
-        if ONE_PAGE:
-            rows = page_row + first % PAGE + t
-        else:
-            rows = cache_rows(table_ptr, first, end, TILE, PAGE)
-        offsets = rows[:, None] * (HKV * D) + head
-        mask = first + t < end
-        k = tl.load(k_cache_ptr + offsets, mask=mask[:, None], other=0.0)
-        v = tl.load(v_cache_ptr + offsets, mask=mask[:, None], other=0.0)
-        m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
+    m, total, acc = _attend_cached(
+        q, k_ptr, v_ptr, table_ptr, base, start, end, head, t, scale, HKV, PAGE, ONE_PAGE, STAGES
+    )
     if s == num_pieces - 1:
-        # The new token comes from registers, so that the loop never reads what is stored here.
-        ka, kb = _rope_factors(cos_sin_ptr, k_weight_ptr, position, D, QK_NORM)
-        k_row = qkv_ptr + (G * HKV + h) * D
-        x, partner = _load_head(k_row, D)
-        new_k = _norm_and_rotate(x, partner, ka, kb, eps, qkv_ptr.dtype.element_ty, QK_NORM)
-        new_v = tl.load(k_row + HKV * D + d)
+        k, v = _late_token(qkv_ptr, cos_sin_ptr, k_weight_ptr, n - 1, eps, HKV, G, D, QK_NORM)
         slot = tl.load(slot_ptr + b).to(tl.int64)
-        if slot >= 0:
-            tl.store(k_cache_ptr + slot * (HKV * D) + h * D + d, new_k)
-            tl.store(v_cache_ptr + slot * (HKV * D) + h * D + d, new_v)
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1) * scale
-        new_m = tl.maximum(m, score)
-        decay = tl.exp2(m - new_m)
-        p = tl.exp2(score - new_m)
-        total = total * decay + p
-        acc = acc * decay[:, None] + p[:, None] * new_v.to(tl.float32)[None, :]
-        m = new_m
-    pieces = (b * HKV + h) * tl.num_programs(2)
-    partial_ptr += pieces * (G * D)
-    lse_ptr += pieces * G
-    count_ptr += b * HKV + h
-    _write(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G, R, D)
-    _merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G, D)
+        store_token(k_ptr, v_ptr, slot, slot >= 0, k, v, HKV)
+        m, total, acc = _attend_new_token(q, k, v, scale, m, total, acc)
+    _write_and_merge(acc, m, total, out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, HKV, G)

@@ -47,19 +47,12 @@ def attend_tile(q, k, v, visible, qk_scale, row_max, row_sum, acc, MASK: tl.cons
 
 
 @triton.jit
-def combine_splits(
-    partial_ptr,
-    lse_ptr,
-    out_ptr,
-    num_splits,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
+def _merge_splits(
+    partial_ptr, lse_ptr, out_ptr, num_splits, G: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Merge partial results [num_splits, GROUP, HEAD_DIM] by their log2-sum-exps, CHUNK at once."""
-    PADDED: tl.constexpr = PADDED_GROUP * HEAD_DIM
-    WIDTH: tl.constexpr = GROUP * HEAD_DIM
+    """Merge partial results [num_splits, G, D] by their log2-sum-exps, CHUNK at once."""
+    PADDED: tl.constexpr = triton.next_power_of_2(G) * D
+    WIDTH: tl.constexpr = G * D
     cols = tl.arange(0, PADDED)
     best = tl.full([PADDED], MASKED, tl.float32)
     total = tl.zeros([PADDED], tl.float32)
@@ -67,7 +60,7 @@ def combine_splits(
     for first in range(0, num_splits, CHUNK):
         splits = first + tl.arange(0, CHUNK)
         mask = (splits < num_splits)[:, None] & (cols < WIDTH)[None, :]
-        lse_offsets = splits[:, None] * GROUP + (cols // HEAD_DIM)[None, :]
+        lse_offsets = splits[:, None] * G + (cols // D)[None, :]
         # The other programs' results are in L2, not in this SM's L1.
         lse = tl.load(lse_ptr + lse_offsets, mask=mask, other=MASKED, cache_modifier=".cg")
         offsets = splits[:, None] * WIDTH + cols[None, :]
@@ -89,29 +82,33 @@ def _attend_split(
     v_ptr,
     table_ptr,
     first_block,
-    start,
-    end,
+    seqlen,
     qk_scale,
-    TOKEN_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HKV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attend to tokens [start, end), at most SPLIT of them; `first_block` holds `start`."""
-    dims = tl.arange(0, HEAD_DIM)
+    """Attend to the tokens of this program's split; `first_block` holds the first of them."""
+    D: tl.constexpr = q.shape[1]
+    head = tl.program_id(0)
+    start = tl.program_id(1) * SPLIT
+    k_ptr += head * D
+    v_ptr += head * D
+    end = tl.minimum(start + SPLIT, seqlen)
+    dims = tl.arange(0, D)
     lanes = tl.arange(0, TILE)
     row_max = tl.full([q.shape[0]], MASKED, tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)
-    acc = tl.zeros([q.shape[0], HEAD_DIM], tl.float32)
+    acc = tl.zeros([q.shape[0], D], tl.float32)
     for tile in tl.range(start, end, TILE, num_stages=STAGES):
         if SPLIT <= BLOCK_SIZE:
             # One block holds the split: a look-up in the loop would cost pipeline stages.
             rows = first_block * BLOCK_SIZE + tile % BLOCK_SIZE + lanes
         else:
             rows = cache_rows(table_ptr, tile, end, TILE, BLOCK_SIZE)
-        offsets = rows[:, None] * TOKEN_STRIDE + dims[None, :]
+        offsets = rows[:, None] * (HKV * D) + dims[None, :]
         valid = tile + lanes < end
         k = tl.load(k_ptr + offsets, mask=valid[:, None], other=0.0)
         v = tl.load(v_ptr + offsets, mask=valid[:, None], other=0.0)
@@ -122,33 +119,45 @@ def _attend_split(
 
 
 @triton.jit
-def _publish_split(
-    result,
-    row_lse,
+def _store_split(
+    acc,  # float32 [ROWS, D]
+    row_max,
+    row_sum,
+    out_ptr,  # [G, D]
     partial_ptr,
     lse_ptr,
-    arrivals_ptr,
-    out_ptr,
-    split,
+    count_ptr,
     num_splits,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Store one split's rows; the last split of a head to arrive merges all, resets the count."""
-    rows = tl.arange(0, result.shape[0])
-    offsets = rows[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    tl.store(partial_ptr + split * GROUP * HEAD_DIM + offsets, result, mask=rows[:, None] < GROUP)
-    tl.store(lse_ptr + split * GROUP + rows, row_lse, mask=rows < GROUP)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
-    if arrived == num_splits - 1:
+    """Store the result if this split is the only one of its head, else store it as a partial one.
+
+    The last split of a head to arrive merges all, and resets the count.
+    """
+    D: tl.constexpr = acc.shape[1]
+    split = tl.program_id(1)
+    rows = tl.arange(0, acc.shape[0])
+    offsets = rows[:, None] * D + tl.arange(0, D)[None, :]
+    mask = rows[:, None] < G
+    if num_splits == 1:
+        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        unit = tl.program_id(2).to(tl.int64) * HKV + tl.program_id(0)
+        first = unit * tl.num_programs(1)
+        row_lse = row_max + tl.log2(row_sum)
+        partial_ptr += first * G * D
+        lse_ptr += first * G
+        count_ptr += unit
+        tl.store(partial_ptr + split * G * D + offsets, acc, mask=mask)
+        tl.store(lse_ptr + split * G + rows, row_lse, mask=rows < G)
         tl.debug_barrier()
-        combine_splits(
-            partial_ptr, lse_ptr, out_ptr, num_splits, GROUP, PADDED_GROUP, HEAD_DIM, CHUNK
-        )
-        tl.store(arrivals_ptr, 0)
+        arrived = tl.atomic_add(count_ptr, 1, sem="acq_rel")
+        if arrived == num_splits - 1:
+            tl.debug_barrier()
+            _merge_splits(partial_ptr, lse_ptr, out_ptr, num_splits, G, D, CHUNK)
+            tl.store(count_ptr, 0)
 
 
 @triton.jit
@@ -159,16 +168,15 @@ def _decode_kernel(
     out_ptr,  # [B, Hq, D]
     tables_ptr,  # int32 [B, max_blocks], rows table_stride apart
     seqlens_ptr,  # int32 [B]
-    partial_ptr,  # float32 [B, Hkv, splits, GROUP, D]
-    lse_ptr,  # float32 [B, Hkv, splits, GROUP]
-    arrivals_ptr,  # int32 [B, Hkv]
+    partial_ptr,  # float32 [B, Hkv, splits, G, D]
+    lse_ptr,  # float32 [B, Hkv, splits, G]
+    count_ptr,  # int32 [B, Hkv]
     qk_scale,
     q_stride,
     table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HKV: tl.constexpr,
+    G: tl.constexpr,  # query heads per KV head
+    D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE: tl.constexpr,
@@ -179,59 +187,30 @@ def _decode_kernel(
     head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
-    ROWS: tl.constexpr = PADDED_GROUP if PADDED_GROUP > 16 else 16  # the smallest tile of tl.dot
+    ROWS: tl.constexpr = max(16, triton.next_power_of_2(G))  # 16: the least of tl.dot
     rows = tl.arange(0, ROWS)[:, None]
-    offsets = rows * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-    out_row = out_ptr + (seq * NUM_KV_HEADS + head) * GROUP * HEAD_DIM
+    offsets = rows * D + tl.arange(0, D)[None, :]
+    out_row = out_ptr + (seq * HKV + head) * G * D
     start = split * SPLIT
     table = tables_ptr + seq * table_stride
     # Loaded before the length decides whether there is work: three latencies become one.
     seqlen = tl.load(seqlens_ptr + seq)
     first_block = tl.load(table + start // BLOCK_SIZE).to(tl.int64)
-    q_row = q_ptr + seq * q_stride + head * GROUP * HEAD_DIM
-    q = tl.load(q_row + offsets, mask=rows < GROUP, other=0.0)
+    q_row = q_ptr + seq * q_stride + head * G * D
+    q = tl.load(q_row + offsets, mask=rows < G, other=0.0)
     if start >= seqlen:
         if split == 0:
-            zeros = tl.zeros([ROWS, HEAD_DIM], out_ptr.dtype.element_ty)
-            tl.store(out_row + offsets, zeros, mask=rows < GROUP)
+            zeros = tl.zeros([ROWS, D], out_ptr.dtype.element_ty)
+            tl.store(out_row + offsets, zeros, mask=rows < G)
         return
     row_max, row_sum, acc = _attend_split(
-        q,
-        k_ptr + head * HEAD_DIM,
-        v_ptr + head * HEAD_DIM,
-        table,
-        first_block,
-        start,
-        tl.minimum(start + SPLIT, seqlen),
-        qk_scale,
-        NUM_KV_HEADS * HEAD_DIM,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        SPLIT,
-        TILE,
-        STAGES,
+        q, k_ptr, v_ptr, table, first_block, seqlen, qk_scale, HKV, BLOCK_SIZE, SPLIT, TILE, STAGES
     )
     acc = acc / row_sum[:, None]
     num_splits = (seqlen + SPLIT - 1) // SPLIT
-    if num_splits == 1:
-        tl.store(out_row + offsets, acc.to(out_ptr.dtype.element_ty), mask=rows < GROUP)
-    else:
-        unit = seq * NUM_KV_HEADS + head
-        first = unit * tl.num_programs(1)
-        _publish_split(
-            acc,
-            row_max + tl.log2(row_sum),
-            partial_ptr + first * GROUP * HEAD_DIM,
-            lse_ptr + first * GROUP,
-            arrivals_ptr + unit,
-            out_row,
-            split,
-            num_splits,
-            GROUP,
-            PADDED_GROUP,
-            HEAD_DIM,
-            CHUNK,
-        )
+    _store_split(
+        acc, row_max, row_sum, out_row, partial_ptr, lse_ptr, count_ptr, num_splits, HKV, G, CHUNK
+    )
 
 
 def decode_plan(num_seqs: int, max_len: int) -> tuple[int, int, int]:
@@ -280,7 +259,6 @@ def plain_decode_attention(
     max_splits = triton.cdiv(max_len, split)
     float32 = q.dtype == torch.float32
     group = num_heads // num_kv_heads
-    padded_group = triton.next_power_of_2(group)
     partial = torch.empty(
         (num_seqs, num_heads, max_splits, head_dim), dtype=torch.float32, device=q.device
     )
@@ -298,14 +276,13 @@ def plain_decode_attention(
         head_dim**-0.5 * LOG2E.value,
         q.stride(0),
         block_tables.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        PADDED_GROUP=padded_group,
-        HEAD_DIM=head_dim,
+        HKV=num_kv_heads,
+        G=group,
+        D=head_dim,
         BLOCK_SIZE=block_size,
         SPLIT=split,
         TILE=32 if float32 else 64,
         STAGES=1 if float32 else stages,
-        CHUNK=max(merged // (padded_group * head_dim), 1),
+        CHUNK=max(merged // (triton.next_power_of_2(group) * head_dim), 1),
         num_warps=4,
     )

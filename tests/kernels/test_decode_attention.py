@@ -20,13 +20,24 @@ from nanovllm.utils.context import AttentionMetadata, LayerKV  # noqa: E402
 
 EPS = 1e-6
 
-ONE_TILE = AttentionPlan(True, True, split=64, num_splits=4, is_long=False, stages=1)
-ONE_TILE_LONG = AttentionPlan(True, True, split=64, num_splits=2, is_long=True, stages=1)
-PIPELINED = AttentionPlan(False, True, split=128, num_splits=2, is_long=False, stages=2)
-PIPELINED_WHOLE = AttentionPlan(False, True, split=1024, num_splits=1, is_long=False, stages=3)
-PIPELINED_LONG = AttentionPlan(False, True, split=64, num_splits=2, is_long=True, stages=2)
-CUDA_CORES = AttentionPlan(True, False, split=64, num_splits=5, is_long=False, stages=1)
-PLANS = [CUDA_CORES, ONE_TILE, ONE_TILE_LONG, PIPELINED, PIPELINED_WHOLE, PIPELINED_LONG]
+CUDA_CORES = AttentionPlan("cuda_core", split=64, num_splits=5)
+ONE_TILE = AttentionPlan("one_tile", split=64, num_splits=4)
+ONE_TILE_LONG = AttentionPlan("one_tile", split=64, num_splits=2, is_long=True)
+PIPELINED = AttentionPlan("pipelined", split=128, num_splits=2, stages=2)
+PIPELINED_WHOLE = AttentionPlan("pipelined", split=1024, num_splits=1, stages=3)
+PIPELINED_LONG = AttentionPlan("pipelined", split=64, num_splits=2, is_long=True, stages=2)
+PIPELINED_SMALL = AttentionPlan(
+    "pipelined", split=128, num_splits=2, stages=4, tile=32, num_warps=2
+)
+PLANS = [
+    CUDA_CORES,
+    ONE_TILE,
+    ONE_TILE_LONG,
+    PIPELINED,
+    PIPELINED_WHOLE,
+    PIPELINED_LONG,
+    PIPELINED_SMALL,
+]
 
 LENGTHS = [1, 0, 64, 65, 197, 256]  # 0: a padded row
 
@@ -133,18 +144,16 @@ def make_case(device, pdl):
 
 @pytest.fixture
 def kernels(count_launches):
-    """How often each kernel was launched, by AttentionPlan.one_tile."""
-    return {
-        True: count_launches(module, "one_tile_kernel"),
-        False: count_launches(module, "pipelined_kernel"),
-    }
+    """How often each kernel was launched, by the name that plans give it."""
+    names = ("cuda_core", "one_tile", "pipelined")
+    return {name: count_launches(module, f"{name}_kernel") for name in names}
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans(plan, make_case, kernels):
     make_case().check(plan)
-    assert kernels[plan.one_tile].launches == 1
-    assert kernels[not plan.one_tile].launches == 0
+    launches = {name: kernel.launches for name, kernel in kernels.items()}
+    assert launches == {name: name == plan.kernel for name in kernels}
 
 
 @pytest.mark.parametrize("plan", [CUDA_CORES, PIPELINED])

@@ -34,7 +34,7 @@ def kernels(count_launches):
         "embed": (decode_embed, "_embed_kernel"),
         "gemv": (decode_gemv, "_gemv_kernel"),
         "linear": (decode_linear, "_linear_kernel"),
-        "attention": (decode_attention, "one_tile_kernel"),
+        "attention": (decode_attention, "cuda_core_kernel"),
     }
     return {name: count_launches(*kernel) for name, kernel in names.items()}
 
