@@ -19,8 +19,7 @@ from nanovllm.utils.device import is_triton_interpreted
 if TYPE_CHECKING:
     from nanovllm.kernels.peer_exchange import PeerExchange
 
-MAX_LINEAR_ROWS = 64  # largest batch of our own products; cuBLAS above
-WIDE = 4096  # hidden size from which cuBLAS wins at half of that
+MAX_LINEAR_ROWS = 64  # largest batch of our own products
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +215,7 @@ class _ResidualStream:
         self.model, self.scratch, self.batch_size = model, scratch, batch_size
         self.tp, self.ops, self.eps = model.tp, model.ops, model.config.rms_norm_eps
         self._embed, self._gemv, self._linear = embed, gemv, linear
-        is_wide = model.config.hidden_size >= WIDE
-        self.uses_cublas = batch_size > (MAX_LINEAR_ROWS // 2 if is_wide else MAX_LINEAR_ROWS)
+        self.uses_cublas = batch_size > _most_linear_rows(model.config.hidden_size)
         self.is_fused = self.tp.size == 1 and not self.uses_cublas
         is_exchanged = exchange is not None and batch_size <= exchange.max_rows
         self.exchange = exchange if is_exchanged else None
@@ -327,6 +325,13 @@ class _ResidualStream:
         if self.is_fused:
             self.source = self.ops.rms_norm(self.stream, final_norm, self.eps)
         return torch.mm(self.source, weight.t(), out=out)
+
+
+def _most_linear_rows(hidden_size: int) -> int:
+    """Largest batch whose products are ours; above, cuBLAS was faster on the H200."""
+    if hidden_size < 4096:
+        return MAX_LINEAR_ROWS
+    return MAX_LINEAR_ROWS // 2 if hidden_size < 5120 else 1
 
 
 def _layer_weights(model: CausalLM) -> list[_LayerWeights]:
