@@ -72,7 +72,7 @@ class Batch:
         self.max_len = max_len
         generator = torch.Generator().manual_seed(1)
         attention = model.model.layers[0].self_attn
-        heads, D = attention.num_kv_heads_per_rank, attention.head_dim
+        heads, D = attention.num_kv_heads_per_rank, model.config.head_dim
         num_pages = [-(-n // page) for n in lengths]
         num_blocks = sum(num_pages) + 1
         blocks = (torch.randperm(num_blocks - 1, generator=generator) + 1).split(num_pages)

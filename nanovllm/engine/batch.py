@@ -1,7 +1,7 @@
 """One step as numbers: `BatchInput` on the host, `ForwardBatch` on the device.
 
 Everything that changes from step to step travels in one int32 buffer, filled once on the host and
-copied once to the device. A `BatchInput` is also the only thing that crosses a process border.
+copied once to the device. A `BatchInput` is also all of a step that other ranks are sent.
 """
 
 import functools

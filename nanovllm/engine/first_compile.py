@@ -59,13 +59,13 @@ def _compile(runner: "ModelRunner") -> None:
 def _twin(runner: "ModelRunner") -> "ModelRunner":
     """A runner of one layer that computes the same shapes and talks to no other rank."""
     model_config = dataclasses.replace(runner.model_config, num_layers=1)
-    tp = TPGroup(runner.tp.rank, runner.tp.size, _NobodyElse(runner.tp.size))
+    tp = TPGroup(runner.tp.rank, runner.tp.size, _NullCommunicator(runner.tp.size))
     twin = type(runner)(runner.config, model_config, runner.folder, runner.max_model_len, tp)
     twin.build_model()
     return twin
 
 
-class _NobodyElse:
+class _NullCommunicator:
     """A communicator without effect: what the twin computes is of no use anyway."""
 
     def __init__(self, size: int) -> None:

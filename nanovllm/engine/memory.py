@@ -38,7 +38,7 @@ def num_blocks_on_cpu(config: EngineConfig, max_model_len: int, block_bytes: int
 
 
 @contextlib.contextmanager
-def explained(device: torch.device, doing: str, remedy: str) -> Iterator[None]:
+def explain_out_of_memory(device: torch.device, doing: str, remedy: str) -> Iterator[None]:
     """Turn the allocator's out-of-memory error into a ConfigError that says what to do."""
     try:
         yield

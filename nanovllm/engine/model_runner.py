@@ -19,7 +19,7 @@ from nanovllm.engine.cuda_graphs import CudaGraphs
 from nanovllm.engine.first_compile import compiling
 from nanovllm.engine.memory import (
     DeviceBudget,
-    explained,
+    explain_out_of_memory,
     num_blocks_on_cpu,
     num_blocks_on_gpu,
 )
@@ -102,7 +102,7 @@ class ModelRunner:
         """
         began = time.perf_counter()
         remedy = "Use more GPUs (tensor_parallel_size) or a smaller model"
-        with explained(self.device, "loading the weights", remedy), compiling(self):
+        with explain_out_of_memory(self.device, "loading the weights", remedy), compiling(self):
             self.build_model()
             if self.config.load_format == "dummy":
                 fill_dummy(self.model, self.config.seed or 0)
@@ -127,7 +127,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             return num_blocks_on_cpu(self.config, self.max_model_len, self.block_bytes())
         remedy = "Lower max_num_batched_tokens or max_num_seqs, or use more GPUs"
-        with explained(self.device, "running the largest steps", remedy):
+        with explain_out_of_memory(self.device, "running the largest steps", remedy):
             return num_blocks_on_gpu(self, self._budget)
 
     def block_bytes(self) -> int:
@@ -181,7 +181,7 @@ class ModelRunner:
             ConfigError: the cache leaves too little memory for that.
         """
         remedy = "Lower gpu_memory_utilization, num_kvcache_blocks or max_num_seqs"
-        with explained(self.device, "preparing decode steps", remedy):
+        with explain_out_of_memory(self.device, "preparing decode steps", remedy):
             self.build_fast_decode()
             if self.device.type == "cuda":
                 self._staging = Staging(self.config, self.max_model_len, self.device)

@@ -34,25 +34,31 @@ class AttentionPlan:
 def plan_attention(batch_size: int, num_kv_heads: int, group: int, max_len: int) -> AttentionPlan:
     """Choose kernel and split for `batch_size` rows of at most `max_len` tokens.
 
-    Never by live lengths: inside one graph size a row's bits do not depend on its neighbours.
+    Never by live lengths: inside one graph size a row's bits do not depend on its neighbours. The
+    limits were measured on an H200 (docs/performance.md).
+
+    Args:
+        num_kv_heads: on this rank.
+        group: query heads per KV head.
+        max_len: tokens of the longest context, the new one included.
     """
-    heads = batch_size * num_kv_heads
-    if heads <= 8 and group <= 4 and max_len <= 8192:
+    num_heads = batch_size * num_kv_heads
+    if num_heads <= 8 and group <= 4 and max_len <= 8192:
         # CUDA cores: fewer steps from input to output than with tensor cores, but slow in bulk
         return AttentionPlan("cuda_core", 64, triton.cdiv(max_len, 64))
     # Programs beyond a row's length exit at once, but tens of thousands of them cost microseconds.
-    if heads <= 64:
+    if num_heads <= 64:
         split, stages, most_programs = 128, 1, 2048
-    elif heads <= 256:
+    elif num_heads <= 256:
         split, stages, most_programs = 256, 2, 8192
     else:
-        split, stages, most_programs = 1024 if heads < 1024 else 2048, 4, 16384
+        split, stages, most_programs = 1024 if num_heads < 1024 else 2048, 4, 16384
     wanted = triton.cdiv(max_len, split)
-    num_splits = min(wanted, max(1, most_programs // heads))
-    # Thousands of programs are as fast in small ones where contexts are long, faster where short.
-    tile, num_warps = (32, 2) if heads >= 2048 else (64, 4)
+    num_splits = min(wanted, max(1, most_programs // num_heads))
+    # From here on small programs are as fast in long contexts and faster in short ones.
+    tile, num_warps = (32, 2) if num_heads >= 2048 else (64, 4)
     is_long = num_splits < wanted
-    kernel: Literal["one_tile", "pipelined"] = "one_tile" if heads <= 64 else "pipelined"
+    kernel: Literal["one_tile", "pipelined"] = "one_tile" if num_heads <= 64 else "pipelined"
     return AttentionPlan(kernel, split, num_splits, is_long, stages, tile, num_warps)
 
 
@@ -76,7 +82,7 @@ def fused_decode_attention(
 ) -> None:
     """Store the new tokens' keys and values and write each query head's attention to `out`."""
     B, width = qkv.shape
-    page, HKV, D = k_cache.shape[1:]
+    block_size, HKV, D = k_cache.shape[1:]
     G = width // (HKV * D) - 2
     lse = partials[B * HKV * plan.num_splits * G * D :]
     has_norm = q_weight is not None
@@ -88,7 +94,7 @@ def fused_decode_attention(
         "HKV": HKV,
         "G": G,
         "D": D,
-        "PAGE": page,
+        "BLOCK_SIZE": block_size,
         "SPLIT": plan.split,
         "QK_NORM": has_norm,
         "PDL": pdl,

@@ -2,26 +2,26 @@
 
 They differ in how they attend to the cached tokens: `one_tile_kernel` and `cuda_core_kernel`, for
 small batches, load them before the qkv product is finished; `pipelined_kernel`, for large ones,
-streams long pieces. What they share is in `decode_attention_pieces.py`.
+streams long pieces. What they share is in `decode_attention_parts.py`.
 """
 
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.common import LOG2E, MASKED
-from nanovllm.kernels.decode_attention_pieces import (
+from nanovllm.kernels.decode_attention_parts import (
     first_token,
     load_head,
+    load_query,
     load_tile,
     merge_if_last,
     norm_and_rotate,
     piece_ptrs,
     qk_rope_factors,
-    query,
     rope_factors,
+    store_piece,
     store_token,
     wait_for_qkv,
-    write,
     write_if_padded,
 )
 from nanovllm.kernels.paged_attention import attend_tile, cache_rows
@@ -41,7 +41,10 @@ def _new_token(k_row, a, b, eps, HKV: tl.constexpr, D: tl.constexpr, QK_NORM: tl
 
 @triton.jit
 def _attend_first_tile(q, k, v, mask, new_k, new_v, is_owner, scale):
-    """The online softmax's (maximum, sum, result) of a tile and, for its owner, the new token."""
+    """The online softmax's (maximum, sum, result) of a tile and, for its owner, the new token.
+
+    Args (shapes): q [R, D]; k, v [SPLIT, D]; mask [SPLIT]; new_k, new_v float32 [D].
+    """
     m = tl.where(is_owner, tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale, MASKED)
     total = tl.where(is_owner, tl.full([q.shape[0]], 1.0, tl.float32), 0.0)
     acc = total[:, None] * new_v[None, :]
@@ -51,7 +54,7 @@ def _attend_first_tile(q, k, v, mask, new_k, new_v, is_owner, scale):
 @triton.jit
 def one_tile_kernel(
     qkv_ptr,  # [B, (Hq + 2 Hkv) * D] raw products
-    k_ptr,  # [num_blocks, PAGE, Hkv, D]
+    k_ptr,  # [num_blocks, BLOCK_SIZE, Hkv, D]
     v_ptr,
     table_ptr,  # int32 [B, table_stride]
     seqlen_ptr,  # int32 [B] new token included; 0 = padded row
@@ -60,16 +63,16 @@ def one_tile_kernel(
     q_weight_ptr,
     k_weight_ptr,
     out_ptr,  # [B, Hq * D]
-    partial_ptr,
-    lse_ptr,
-    count_ptr,
+    partial_ptr,  # float32 [B, Hkv, max pieces, G, D]
+    lse_ptr,  # float32 [B, Hkv, max pieces, G], log2
+    count_ptr,  # int32 [B, Hkv], zero before and after
     scale,
     eps,
     table_stride,
     HKV: tl.constexpr,
     G: tl.constexpr,  # query heads per KV head
     D: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,  # tokens of a piece: one tile
     LONG: tl.constexpr,  # pieces may have further tiles
     QK_NORM: tl.constexpr,
@@ -88,14 +91,14 @@ def one_tile_kernel(
     table_ptr += b * table_stride
     head = h * D + d[None, :]
     # Everything up to the wait was there before this step, so it is read during the qkv product.
-    k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, start, end, head, HKV, PAGE, SPLIT)
+    k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, start, end, head, HKV, BLOCK_SIZE, SPLIT)
     qa, qb, ka, kb = qk_rope_factors(cos_sin_ptr, q_weight_ptr, k_weight_ptr, n - 1, D, QK_NORM)
     slot = tl.load(slot_ptr + b).to(tl.int64)
     wait_for_qkv(PDL)
     qkv_ptr += b * ((G + 2) * HKV * D)
     q_row = qkv_ptr + h * (G * D)
     k_row = qkv_ptr + (G * HKV + h) * D
-    q = query(q_row, qa, qb, eps, G, D, QK_NORM)
+    q = load_query(q_row, qa, qb, eps, G, D, QK_NORM)
     new_k, new_v = _new_token(k_row, ka, kb, eps, HKV, D, QK_NORM)
     is_owner = s == num_pieces - 1
     new_k, new_v = store_token(k_ptr, v_ptr, slot, is_owner & (slot >= 0), new_k, new_v, HKV)
@@ -104,9 +107,11 @@ def one_tile_kernel(
     m, total, acc = _attend_first_tile(q, k, v, mask, new_k, new_v, is_owner, scale)
     if LONG:
         for first in range(start + SPLIT, end, SPLIT):
-            k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, first, end, head, HKV, PAGE, SPLIT)
+            k, v, mask = load_tile(
+                k_ptr, v_ptr, table_ptr, first, end, head, HKV, BLOCK_SIZE, SPLIT
+            )
             m, total, acc = attend_tile(q, k, v, mask[None, :], scale, m, total, acc, True)
-    write(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G)
+    store_piece(acc, m, total, out_ptr, partial_ptr, lse_ptr, s, num_pieces, G)
     merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr + (b * HKV + h), num_pieces, G, D)
 
 
@@ -173,7 +178,7 @@ def cuda_core_kernel(
     HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     QK_NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -190,7 +195,7 @@ def cuda_core_kernel(
     d = tl.arange(0, D)
     table_ptr += b * table_stride
     head = h * D + d[None, :]
-    k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, start, end, head, HKV, PAGE, SPLIT)
+    k, v, mask = load_tile(k_ptr, v_ptr, table_ptr, start, end, head, HKV, BLOCK_SIZE, SPLIT)
     qa, qb, ka, kb = qk_rope_factors(cos_sin_ptr, q_weight_ptr, k_weight_ptr, n - 1, D, QK_NORM)
     slot = tl.load(slot_ptr + b).to(tl.int64)
     wait_for_qkv(PDL)
@@ -220,15 +225,15 @@ def _attend_cached(
     k_ptr,
     v_ptr,
     table_ptr,
-    base,  # cache row of the first token's page; used if ONE_PAGE
+    base,  # cache row of the first token's block; used if ONE_BLOCK
     start,
     end,
     head,
     t,  # [TILE] 0, 1, ...
     scale,
     HKV: tl.constexpr,
-    PAGE: tl.constexpr,
-    ONE_PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """The online softmax's (maximum, sum, result) of cached tokens [start, end)."""
@@ -238,10 +243,10 @@ def _attend_cached(
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], D], tl.float32)
     for first in tl.range(start, end, TILE, num_stages=STAGES):
-        if ONE_PAGE:
-            rows = base + first % PAGE + t
+        if ONE_BLOCK:
+            rows = base + first % BLOCK_SIZE + t
         else:
-            rows = cache_rows(table_ptr, first, end, TILE, PAGE)
+            rows = cache_rows(table_ptr, first, end, TILE, BLOCK_SIZE)
         offsets = rows[:, None] * (HKV * D) + head
         mask = first + t < end
         k = tl.load(k_ptr + offsets, mask=mask[:, None], other=0.0)
@@ -297,7 +302,7 @@ def _write_and_merge(
     D: tl.constexpr = acc.shape[1]
     partial_ptr, lse_ptr = piece_ptrs(partial_ptr, lse_ptr, HKV, G, D)
     count_ptr += tl.program_id(1) * HKV + tl.program_id(0)
-    write(acc, m, total, out_ptr, partial_ptr, lse_ptr, tl.program_id(2), num_pieces, G)
+    store_piece(acc, m, total, out_ptr, partial_ptr, lse_ptr, tl.program_id(2), num_pieces, G)
     merge_if_last(out_ptr, partial_ptr, lse_ptr, count_ptr, num_pieces, G, D)
 
 
@@ -322,7 +327,7 @@ def pipelined_kernel(
     HKV: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     LONG: tl.constexpr,
     QK_NORM: tl.constexpr,
@@ -344,16 +349,29 @@ def pipelined_kernel(
     head = h * D + d[None, :]
     t = tl.arange(0, TILE)
     qa, qb = rope_factors(cos_sin_ptr, q_weight_ptr, n - 1, D, QK_NORM)
-    # A page lookup inside the loop costs pipeline stages; a piece within one page needs none.
-    ONE_PAGE: tl.constexpr = (not LONG) and SPLIT <= PAGE
-    base = tl.load(table_ptr + start // PAGE).to(tl.int64) * PAGE
+    # A block lookup inside the loop costs pipeline stages; a piece within one block needs none.
+    ONE_BLOCK: tl.constexpr = (not LONG) and SPLIT <= BLOCK_SIZE
+    base = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE
     if PDL:
         gdc_wait()  # no dependents yet: they would take shared memory from this loop
     qkv_ptr += b * ((G + 2) * HKV * D)
-    q = query(qkv_ptr + h * (G * D), qa, qb, eps, G, D, QK_NORM)
+    q = load_query(qkv_ptr + h * (G * D), qa, qb, eps, G, D, QK_NORM)
     scale *= LOG2E
     m, total, acc = _attend_cached(
-        q, k_ptr, v_ptr, table_ptr, base, start, end, head, t, scale, HKV, PAGE, ONE_PAGE, STAGES
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr,
+        base,
+        start,
+        end,
+        head,
+        t,
+        scale,
+        HKV,
+        BLOCK_SIZE,
+        ONE_BLOCK,
+        STAGES,
     )
     if s == num_pieces - 1:
         k, v = _late_token(qkv_ptr, cos_sin_ptr, k_weight_ptr, n - 1, eps, HKV, G, D, QK_NORM)

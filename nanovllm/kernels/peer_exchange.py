@@ -4,7 +4,8 @@ One kernel sends this rank's part, waits for the others', and goes on computing 
 flags and no fences: a word that still holds the bits of -0.0 has not arrived yet, as in the
 "Lamport" all-reduce of TensorRT-LLM. The receiver puts these bits back, and two slots in turn are
 enough: a peer writes to a slot again only after it has seen this rank's next message, which is
-sent once the kernel that emptied the slot has ended. The torch twins are `TPGroup`'s collectives.
+sent once the kernel that emptied the slot has ended. Twins: `TPGroup.all_reduce` with
+`add_rms_norm`, and `ModelRunner._best_of_ranks` (which takes other ids where scores are NaN).
 """
 
 import torch
@@ -29,7 +30,12 @@ def _inbox(inboxes_ptr, rank, dtype: tl.constexpr):
 
 
 @triton.jit
-def _receive(ptrs, mask, empty, abandoned_ptr):
+def _receive(
+    ptrs,  # [BLOCK] to int16 or int64
+    mask,  # bool [BLOCK]
+    empty,  # the word that has not arrived
+    abandoned_ptr,  # int32 [1]
+):
     """Wait for words at `ptrs`, empty these and return what they held."""
     words = tl.load(ptrs, mask=mask, other=0, volatile=True)
     num_missing = tl.sum((words == empty).to(tl.int32), 0)
@@ -62,6 +68,7 @@ def _reduce_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Send one row of this rank's part, sum all parts, add the residual, RMSNorm."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < C
@@ -116,6 +123,7 @@ def _best_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Send all rows' ids and scores, keep the best of all ranks."""
     rows = tl.arange(0, BLOCK)
     mask = rows < num_rows
     epoch = tl.load(epoch_ptr)
@@ -241,11 +249,11 @@ class PeerExchange:
 def exchange_bytes(size: int, max_num_seqs: int, hidden_size: int) -> int:
     """Bytes of memory that each of `size` ranks shares with the others."""
     rows = _max_rows(size, max_num_seqs, hidden_size)
-    return _sample_bytes(size, max_num_seqs) + 2 * size * rows * hidden_size * 2
+    return _sample_bytes(size, max_num_seqs) + 2 * size * rows * 2 * hidden_size
 
 
 def _sample_bytes(size: int, max_num_seqs: int) -> int:
-    return 2 * size * max_num_seqs * 8
+    return 2 * size * 8 * max_num_seqs  # two slots for each sender
 
 
 def _max_rows(size: int, max_num_seqs: int, hidden_size: int) -> int:

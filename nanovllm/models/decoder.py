@@ -44,7 +44,7 @@ class Attention(nn.Module):
         tp, self.ops, self.attention, device, dtype = parts
         self.num_heads_per_rank = config.num_heads // tp.size
         self.num_kv_heads_per_rank = kv_heads_per_rank(config.num_kv_heads, tp.size)
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.eps = config.rms_norm_eps
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             config.num_heads,

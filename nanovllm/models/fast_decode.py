@@ -1,4 +1,4 @@
-"""The whole decode step of a CausalLM, embedding to logits, in five kernels a layer.
+"""The whole decode step of a CausalLM, embedding to logits, in five kernels a layer (or seven).
 
 The weights and answers of the model's own forward (up to rounding), without its dozen small
 kernels. Which kernels run depends on the batch size alone, so a CUDA graph can hold a step.
@@ -45,7 +45,7 @@ class FastDecode:
         kv_cache: [2, L, num_blocks, S, Hkv, D].
         max_num_seqs: largest batch of a step; scratch memory is allocated for it.
         max_model_len: longest context, new token included.
-        exchange: sums over ranks in kernels; None leaves all sums to the group's collectives.
+        exchange: sums over ranks, up to its `max_rows`; other sums are the group's collectives.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class FastDecode:
             return "the projections have biases"
         if config.hidden_size % 64 or config.intermediate_size % (64 * tp_size):
             return (
-                f"hidden_size={config.hidden_size} and a rank's share of intermediate_size="
-                f"{config.intermediate_size} are not both multiples of 64"
+                f"hidden_size={config.hidden_size} and, on each of {tp_size} ranks, "
+                f"intermediate_size={config.intermediate_size} are not multiples of 64"
             )
         if config.num_heads // config.num_kv_heads > 16:
             return f"{config.num_heads} query heads share {config.num_kv_heads} KV heads"
@@ -183,7 +183,7 @@ class _Scratch:
         self.logits = empty(max_num_seqs, model.lm_head.weight.shape[0])
         self.num_squares = hidden_size // decode_linear.BLOCK_N
         self.squares = empty(self.num_squares * max_num_seqs, dtype=torch.float32)
-        rows = min(MAX_LINEAR_ROWS, max_num_seqs)
+        rows = min(_max_linear_rows(hidden_size), max_num_seqs)
         split_outputs = max(decode_linear.split_k(*w.shape) * w.shape[0] * rows for w in products)
         # Partial results and arrivals of split kernels: each has merged before the next one runs.
         partials = max(num_pieces * (head_dim + 1), split_outputs)
@@ -198,7 +198,8 @@ class _ResidualStream:
 
     The batch size chooses the products: one row, matrix times vector; few rows, our own with fused
     norm and residual addition; more, cuBLAS and separate kernels. With several ranks, products are
-    summed over ranks before they are added: the kernel that does it also adds and normalises.
+    summed over ranks before they are added: by a kernel that also adds and normalises, or, without
+    an exchange or beyond its `max_rows`, by the group's collective.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class _ResidualStream:
         self.model, self.scratch, self.batch_size = model, scratch, batch_size
         self.tp, self.ops, self.eps = model.tp, model.ops, model.config.rms_norm_eps
         self._embed, self._gemv, self._linear = embed, gemv, linear
-        self.uses_cublas = batch_size > _most_linear_rows(model.config.hidden_size)
+        self.uses_cublas = batch_size > _max_linear_rows(model.config.hidden_size)
         self.is_fused = self.tp.size == 1 and not self.uses_cublas
         is_exchanged = exchange is not None and batch_size <= exchange.max_rows
         self.exchange = exchange if is_exchanged else None
@@ -253,10 +254,11 @@ class _ResidualStream:
         out: Tensor,  # [B, N], or [B, N / 2] with silu
         silu: bool = False,
     ) -> Tensor:
-        """Write norm(stream) @ weight.T to `out` and return it; silu: gate and up combined."""
+        """Return norm(stream) @ weight.T, as a rule in `out`; silu: gate and up combined."""
         if self.uses_cublas:
-            product = torch.mm(self.source, weight.t())
-            return self.ops.silu_and_mul(product, True) if silu else product
+            if silu:
+                return self.ops.silu_and_mul(torch.mm(self.source, weight.t()), True)
+            return torch.mm(self.source, weight.t(), out=out)
         options: dict[str, Any] = {"silu": silu, "pdl": self.scratch.pdl}
         if self.is_fused:
             options["eps"] = self.eps
@@ -327,7 +329,7 @@ class _ResidualStream:
         return torch.mm(self.source, weight.t(), out=out)
 
 
-def _most_linear_rows(hidden_size: int) -> int:
+def _max_linear_rows(hidden_size: int) -> int:
     """Largest batch whose products are ours; above, cuBLAS was faster on the H200."""
     if hidden_size < 4096:
         return MAX_LINEAR_ROWS

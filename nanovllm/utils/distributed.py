@@ -16,7 +16,10 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """GPU memory of every rank that the kernels of every rank can write to, all -0.0 at first."""
+    """GPU memory of every rank that all ranks' kernels can write to.
+
+    At first, every 16-bit word of it is 0x8000.
+    """
 
     addresses: list[int]  # of each rank's block, by rank, as this rank's kernels see them
     abandoned: Tensor  # int32 [1]; a kernel that waits in vain sees 1 here and must end

@@ -10,6 +10,8 @@ import functools
 import torch
 from torch import Tensor
 
+from nanovllm.utils.integers import round_up
+
 _LIBRARY = "libcuda.so.1"  # the driver; loaded by torch already
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _GRANULE = 2 << 20  # the driver shares whole pages of this size
@@ -68,8 +70,8 @@ class PeerMemory:
         """
         self._device = device
         self._own = _POINTER()
-        self._mapped: list[ctypes.c_uint64] = []
-        num_bytes = -(-num_bytes // _GRANULE) * _GRANULE
+        self._mapped: list[_POINTER] = []
+        num_bytes = round_up(num_bytes, _GRANULE)
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context this thread's
             _call("cuMemAlloc_v2", ctypes.byref(self._own), num_bytes)

@@ -169,7 +169,6 @@ def test_fifty_sums_in_a_row(in_graphs, pdl, width, new_memory):
         run_all(calls, memory, graphs)
         for rank in range(2):
             assert torch.equal(streams[rank].cpu(), stream)
-            assert torch.equal(streams[rank].cpu(), streams[0].cpu())
             for out, expected in zip(outs[rank], wanted, strict=True):
                 torch.testing.assert_close(out.cpu(), expected, rtol=1.6e-2, atol=1e-2)
             assert (memory.inboxes[rank] == -0x8000).all()

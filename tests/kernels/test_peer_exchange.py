@@ -132,8 +132,9 @@ def test_slots_take_turns(device):
     assert [call(0, 1.0, False), call(0, 1.0, False)] == [1, 0]
 
 
-def test_more_rows_than_pay_are_left_to_nccl():
-    width = 8192
-    for size, rows in ((2, 512), (8, 73)):
-        num_bytes = exchange_bytes(size, 512, width)
-        assert num_bytes == 2 * size * (512 * 8 + rows * width * 2)
+@pytest.mark.parametrize(("size", "max_rows"), [(2, 512), (8, 73)])
+def test_more_rows_than_pay_are_left_to_nccl(size, max_rows):
+    """Everybody sends everything to everybody, 8 MiB at most."""
+    memory = SharedMemory([0] * size, torch.zeros(1, dtype=torch.int32))
+    exchange = PeerExchange(0, memory, torch.device("cpu"), max_num_seqs=512, hidden_size=8192)
+    assert exchange.max_rows == max_rows

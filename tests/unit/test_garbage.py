@@ -3,6 +3,8 @@
 import gc
 import weakref
 
+import pytest
+
 from nanovllm.utils.garbage import short_collections
 
 
@@ -36,8 +38,6 @@ def test_a_caller_who_froze_objects_keeps_them_frozen():
 
 
 def test_an_error_inside_thaws():
-    try:
-        with short_collections():
-            raise KeyError
-    except KeyError:
-        assert gc.get_freeze_count() == 0
+    with pytest.raises(KeyError), short_collections():
+        raise KeyError
+    assert gc.get_freeze_count() == 0

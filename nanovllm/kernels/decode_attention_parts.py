@@ -71,7 +71,7 @@ def qk_rope_factors(
 
 
 @triton.jit
-def query(row_ptr, a, b, eps, G: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr):
+def load_query(row_ptr, a, b, eps, G: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr):
     """The G query heads of one KV head, normalised and rotated, as [R, D] in the model's dtype."""
     R: tl.constexpr = max(16, triton.next_power_of_2(G))  # 16: the least that a tensor core takes
     r = tl.arange(0, R)
@@ -113,11 +113,13 @@ def load_tile(
     end,
     head,  # [1, D] places of the KV head's elements in a cache row
     HKV: tl.constexpr,
-    PAGE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Cached keys and values [TILE, D] from token `first` on, and which tokens are before `end`."""
-    rows = cache_rows(table_ptr, first, end, TILE, PAGE)[:, None] * (HKV * head.shape[1]) + head
+    rows = (
+        cache_rows(table_ptr, first, end, TILE, BLOCK_SIZE)[:, None] * (HKV * head.shape[1]) + head
+    )
     mask = first + tl.arange(0, TILE) < end
     k = tl.load(k_ptr + rows, mask=mask[:, None], other=0.0)
     v = tl.load(v_ptr + rows, mask=mask[:, None], other=0.0)
@@ -147,7 +149,7 @@ def piece_ptrs(partial_ptr, lse_ptr, HKV: tl.constexpr, G: tl.constexpr, D: tl.c
 
 
 @triton.jit
-def write(
+def store_piece(
     acc,  # float32 [R, D], weighted with exp2(score - m)
     m,  # [R] largest score, in units of log2
     total,  # [R] sum of the weights
