@@ -80,9 +80,9 @@ def test_weights_are_prepared_once(device):
 
 
 def test_unsupported_reason(device):
-    def reason(block_size=16, dtype=torch.bfloat16, **changes):
+    def reason(block_size=16, dtype=torch.bfloat16, tp_size=1, **changes):
         return fast_decode.FastDecode.unsupported_reason(
-            config(**changes), dtype, device, block_size
+            config(**changes), dtype, device, block_size, tp_size
         )
 
     assert reason() is None
@@ -91,3 +91,5 @@ def test_unsupported_reason(device):
     assert "32" in reason(head_dim=32)
     assert "bias" in reason(qkv_bias=True)
     assert "200" in reason(hidden_size=200)
+    assert reason(intermediate_size=192) is None
+    assert "on each of 2 ranks" in reason(intermediate_size=192, tp_size=2)
