@@ -6,8 +6,10 @@ steps without running a kernel. Speeds up the start; nothing depends on it.
 
 import dataclasses
 import logging
+import os
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -26,25 +28,32 @@ logger = logging.getLogger("nanovllm")
 
 @contextmanager
 def compiling(runner: "ModelRunner") -> Iterator[None]:
-    """Compile in another thread; on leaving, that is done."""
-    if runner.device.type != "cuda" or runner.ops.name != "triton":
+    """Compile in other threads; on leaving, that is done, or after an error given up."""
+    device = runner.device
+    if device.type != "cuda" or runner.ops.name != "triton":
         yield
         return
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(_compile, runner)
-        yield
+    num_threads, is_given_up = min(16, os.cpu_count() or 1), threading.Event()
+    with (
+        ThreadPoolExecutor(num_threads, "", torch.cuda.set_device, (device,)) as compilers,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        done = thread.submit(_compile, runner, compilers, is_given_up)
+        try:
+            yield
+            done.result()
+        except BaseException:
+            is_given_up.set()
+            compilers.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def _compile(runner: "ModelRunner") -> None:
+def _compile(runner: "ModelRunner", compilers: Executor, is_given_up: threading.Event) -> None:
     try:
         from nanovllm.kernels.compile_ahead import compile_ahead
 
         twin, device = _twin(runner), runner.device
-        with (
-            torch.cuda.device(device),
-            torch.inference_mode(),
-            compile_ahead(lambda: torch.cuda.set_device(device)),
-        ):
+        with torch.cuda.device(device), torch.inference_mode(), compile_ahead(compilers):
             twin.allocate_kv_cache(1)
             twin.build_fast_decode()
             for num_seqs in (1, runner.config.max_num_seqs):
@@ -53,7 +62,8 @@ def _compile(runner: "ModelRunner") -> None:
                 twin.token_store.zero_()  # nothing was sampled: what was stored is no token
                 twin.decode(dummy_decode(twin, size))
     except Exception as error:  # it leans on Triton's internals; the real launches will tell
-        logger.warning("kernels will be compiled one by one: %r", error)
+        if not is_given_up.is_set():
+            logger.warning("kernels will be compiled one by one: %r", error)
 
 
 def _twin(runner: "ModelRunner") -> "ModelRunner":
@@ -86,3 +96,6 @@ class _NullCommunicator:
 
     def abort(self) -> None:
         """Nothing to end."""
+
+    def release(self) -> None:
+        """Nothing was shared."""

@@ -102,12 +102,13 @@ class ModelRunner:
         """
         began = time.perf_counter()
         remedy = "Use more GPUs (tensor_parallel_size) or a smaller model"
-        with explain_out_of_memory(self.device, "loading the weights", remedy), compiling(self):
-            self.build_model()
-            if self.config.load_format == "dummy":
-                fill_dummy(self.model, self.config.seed or 0)
-            else:
-                load_weights(self.model, self.folder)
+        with explain_out_of_memory(self.device, "loading the weights", remedy):
+            self.build_model()  # first, since what is compiled with is allocated too
+            with compiling(self):
+                if self.config.load_format == "dummy":
+                    fill_dummy(self.model, self.config.seed or 0)
+                else:
+                    load_weights(self.model, self.folder)
         self.load_s = time.perf_counter() - began
 
     def build_model(self) -> None:

@@ -208,7 +208,11 @@ def _aborter(lock: threading.Lock, communicator: Communicator) -> Callable[[], N
     def abort() -> None:
         if lock.acquire(timeout=1.0):  # else rank 0 is stuck in there
             lock.release()
-        communicator.abort()
+        try:
+            communicator.abort()
+        finally:
+            with lock:  # no launch is under way now, and after a failure none will follow
+                communicator.release()
 
     return abort
 

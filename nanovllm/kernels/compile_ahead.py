@@ -4,10 +4,9 @@ A first start compiles some fifty kernels; one after the other that takes longer
 model. Which kernels those are is found by running the steps to come without their kernels.
 """
 
-import os
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 
 from triton.runtime import jit
@@ -17,11 +16,12 @@ _PATCHING = threading.Lock()  # engines that start in several threads take turns
 
 
 @contextmanager
-def compile_ahead(enter: Callable[[], None] | None = None) -> Iterator[None]:
+def compile_ahead(compilers: Executor) -> Iterator[None]:
     """Inside, this thread's Triton launches compile in the background and run nothing.
 
     Args:
-        enter: called first in each background thread, to choose its CUDA device.
+        compilers: threads whose current CUDA device is the one to compile for. When they are shut
+            down, this fails.
 
     Everything else runs as usual, on whatever the launches did not write. On leaving, all kernels
     have been compiled and loaded. Triton offers that only launch by launch (`warmup=True`), hence
@@ -40,11 +40,10 @@ def compile_ahead(enter: Callable[[], None] | None = None) -> Iterator[None]:
 
         jit.JITFunction.run = compile_only
         try:
-            with ThreadPoolExecutor(min(16, os.cpu_count() or 1), initializer=enter) as threads:
-                with AsyncCompileMode(threads):
-                    yield
-                for _ in threads.map(_load, kernels.values()):
-                    pass
+            with AsyncCompileMode(compilers):
+                yield
+            for _ in compilers.map(_load, kernels.values()):
+                pass
         finally:
             jit.JITFunction.run = launch
 

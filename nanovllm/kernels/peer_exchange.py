@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
-from nanovllm.utils.distributed import SharedMemory, TPGroup
+from nanovllm.utils.distributed import CommunicationError, SharedMemory, TPGroup
 
 _EMPTY_16 = tl.constexpr(-0x8000)  # -0.0 in bfloat16 and float16
 _EMPTY_64 = tl.constexpr(-0x7FFF7FFF7FFF8000)  # four of them
@@ -185,6 +185,11 @@ class PeerExchange:
         self._hidden_inboxes = torch.tensor(sums, dtype=torch.int64, device=device)
         self._sample_epoch = torch.zeros(1, dtype=torch.int32, device=device)
         self._epochs = torch.zeros(self.max_rows, dtype=torch.int32, device=device)
+
+    def check(self) -> None:
+        """Raise CommunicationError if there is nobody to wait for any more."""
+        if self._abandoned.item():
+            raise CommunicationError("another rank has gone")
 
     def reduce_add_rms_norm(
         self,

@@ -16,6 +16,7 @@ import torch
 
 from nanovllm.errors import CheckpointError
 from nanovllm.utils.checkpoint_json import read_json_object
+from nanovllm.utils.hub import read_with_transformers
 from nanovllm.utils.loader import checkpoint_dtype
 
 _NEEDED_KEYS = (
@@ -109,14 +110,9 @@ def _is_complete(raw: Mapping[str, Any]) -> bool:
 
 def _with_defaults(folder: Path) -> dict[str, Any]:
     """The config as a dict in which transformers has filled in each family's defaults."""
-    from transformers import AutoConfig  # here: importing transformers takes seconds
-
-    try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()
-    except Exception as error:  # many kinds: validation, missing keys, unknown model types
-        raise CheckpointError(
-            f"transformers cannot read {folder / 'config.json'}: {error}"
-        ) from error
+    config = read_with_transformers("AutoConfig", folder, str(folder / "config.json"))
+    values: dict[str, Any] = config.to_dict()
+    return values
 
 
 def head_dim_of(hf: Mapping[str, Any]) -> int:

@@ -112,6 +112,8 @@ class FastDecode:
         on the same stream may have written `input_ids` just before; the other arguments are read
         before preceding kernels have finished.
         """
+        if self._exchange is not None:
+            self._exchange.check()
         batch_size = input_ids.shape[0]
         plan = self._plan(batch_size)
         scratch, pdl = self._scratch, self._scratch.pdl

@@ -44,7 +44,7 @@ class Communicator(Protocol):
         ...
 
     def share_memory(self, num_bytes: int) -> SharedMemory | None:
-        """A block on each rank, until `abort`; None, on all ranks, where that cannot be had."""
+        """A block on each rank, until `release`; None, on all ranks, where that cannot be had."""
         ...
 
     def abort(self) -> None:
@@ -53,6 +53,10 @@ class Communicator(Protocol):
         From any thread. With CUDA graphs alive that hold collectives, it returns once they are
         gone.
         """
+        ...
+
+    def release(self) -> None:
+        """After `abort`, when this rank launches nothing any more: give shared memory back."""
         ...
 
 

@@ -2,21 +2,31 @@
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+
+_lock = threading.Lock()
+_num_inside = 0
+_thresholds = gc.get_threshold()  # what they were before the first came in
 
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """Keep the collector from what exists already; what is made inside is collected as ever.
+    """Put full collections off; younger objects are collected as ever. Any number may be inside.
 
     Thousands of new requests make Python go through the objects of all imported modules, some
-    0.1 s each time, while the GPU waits. A caller that has frozen objects itself is left alone.
+    0.1 s each time, while the GPU waits.
     """
-    if gc.get_freeze_count() > 0:
-        yield
-        return
-    gc.freeze()
+    global _num_inside, _thresholds
+    with _lock:
+        if _num_inside == 0:
+            _thresholds = gc.get_threshold()
+            gc.set_threshold(*_thresholds[:2], 1 << 30)
+        _num_inside += 1
     try:
         yield
     finally:
-        gc.unfreeze()
+        with _lock:
+            _num_inside -= 1
+            if _num_inside == 0:
+                gc.set_threshold(*_thresholds)

@@ -63,6 +63,9 @@ class GlooCommunicator:
         """Close the connections once no collective is under way any more."""
         self._group = None
 
+    def release(self) -> None:
+        """Nothing was shared."""
+
     def _connected(self) -> Any:
         if self._group is None:
             raise CommunicationError("the group of ranks is closed")

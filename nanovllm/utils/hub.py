@@ -4,6 +4,7 @@ Weights are `loader.py`'s, config.json's shapes are `models/config.py`'s.
 """
 
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from nanovllm.errors import CheckpointError
 from nanovllm.utils.checkpoint_json import eos_token_ids_of, read_json_object
 from nanovllm.utils.loader import checkpoint_files
 
+_IMPORTING = threading.Lock()  # transformers cannot be imported first by two threads at once
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -68,14 +70,23 @@ def load_tokenizer(folder: Path) -> Any | None:
     # asked by file, because transformers 5 builds an empty tokenizer where there is none
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
+    return read_with_transformers("AutoTokenizer", folder, f"the tokenizer in {folder}")
 
+
+def read_with_transformers(auto_class: str, folder: Path, what: str) -> Any:
+    """What one of transformers' auto classes reads from a checkpoint; importing them takes seconds.
+
+    Raises:
+        CheckpointError: it cannot read `what`.
+    """
+    with _IMPORTING:
+        import transformers
+
+        reader = getattr(transformers, auto_class)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # many kinds, by tokenizer class
-        raise CheckpointError(
-            f"transformers cannot read the tokenizer in {folder}: {error}"
-        ) from error
+        return reader.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # many kinds: validation, missing keys, unknown types
+        raise CheckpointError(f"transformers cannot read {what}: {error}") from error
 
 
 def find_eos_token_ids(folder: Path, config_ids: tuple[int, ...], tokenizer: Any) -> frozenset[int]:

@@ -131,13 +131,14 @@ class NcclCommunicator:
         _check("all-gather", code)
 
     def share_memory(self, num_bytes: int) -> SharedMemory | None:
-        """GPU memory that the kernels of all ranks can write to, kept until `abort`.
+        """GPU memory that the kernels of all ranks can write to, kept until `release`.
 
         None, on all ranks alike, if one of the GPUs cannot reach another.
         """
         memory, handle, addresses = None, bytes(HANDLE_BYTES), []
         try:
             memory = PeerMemory(num_bytes, self._device)
+            self._shared.append(memory)
             handle = memory.handle
         except PeerMemoryError as error:
             logger.info("no memory to share with the other ranks: %s", error)
@@ -147,8 +148,6 @@ class NcclCommunicator:
                 addresses = memory.open(self._rank, handles)
         except PeerMemoryError as error:
             logger.info("cannot reach the other ranks' memory: %s", error)
-        if memory is not None:
-            self._shared.append(memory)
         # also the moment from which a rank may write into another's memory
         if all(map(any, self._exchange(bytes([bool(addresses)])))) and memory is not None:
             return SharedMemory(addresses, memory.abandoned)
@@ -175,14 +174,15 @@ class NcclCommunicator:
         comm, self._comm = self._comm, None
         if has_lock:
             self._lock.release()
-        try:
-            if comm is not None:
-                with torch.cuda.device(self._device):
-                    _check("abort", _library().ncclCommAbort(comm))
-        finally:
-            while self._shared:
-                with contextlib.suppress(RuntimeError):  # the GPU may be unusable by now
-                    self._shared.pop().close()
+        if comm is not None:
+            with torch.cuda.device(self._device):
+                _check("abort", _library().ncclCommAbort(comm))
+
+    def release(self) -> None:
+        """After `abort`, when this rank launches nothing any more: give shared memory back."""
+        while self._shared:
+            with contextlib.suppress(RuntimeError):  # the GPU may be unusable by now
+                self._shared.pop().close()
 
     def _connected(self) -> ctypes.c_void_p:
         if self._comm is None:

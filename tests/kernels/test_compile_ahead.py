@@ -1,6 +1,7 @@
 """Kernels can be compiled ahead: launches of one thread become compilations, and only there."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -43,7 +44,7 @@ def launch() -> None:
 
 def test_launches_inside_only_compile(launches: list[bool]) -> None:
     launch()
-    with compile_ahead():
+    with ThreadPoolExecutor(2) as threads, compile_ahead(threads):
         launch()
     launch()
     assert launches == [False, True, False]
@@ -53,7 +54,11 @@ def test_what_was_compiled_is_loaded_once_in_threads_that_were_prepared(
     launches: list[bool],
 ) -> None:
     entered: list[int] = []
-    with compile_ahead(lambda: entered.append(threading.get_ident())):
+
+    def enter() -> None:
+        entered.append(threading.get_ident())
+
+    with ThreadPoolExecutor(2, initializer=enter) as threads, compile_ahead(threads):
         launch()
         launch()
         assert KERNEL.loading_threads == []
@@ -62,7 +67,7 @@ def test_what_was_compiled_is_loaded_once_in_threads_that_were_prepared(
 
 
 def test_other_threads_launch_as_ever(launches: list[bool]) -> None:
-    with compile_ahead():
+    with ThreadPoolExecutor(2) as threads, compile_ahead(threads):
         thread = threading.Thread(target=launch)
         thread.start()
         thread.join()
@@ -70,7 +75,11 @@ def test_other_threads_launch_as_ever(launches: list[bool]) -> None:
 
 
 def test_an_error_inside_ends_it(launches: list[bool]) -> None:
-    with pytest.raises(KeyError), compile_ahead():
+    with (
+        pytest.raises(KeyError),
+        ThreadPoolExecutor(2) as threads,
+        compile_ahead(threads),
+    ):
         raise KeyError
     launch()
     assert launches == [False]

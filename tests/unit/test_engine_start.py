@@ -30,7 +30,7 @@ def runner(device):
 
 
 def test_without_a_gpu_nothing_is_compiled_ahead(monkeypatch):
-    monkeypatch.setattr(first_compile, "_compile", lambda runner: pytest.fail("it compiles"))
+    monkeypatch.setattr(first_compile, "_compile", lambda *_: pytest.fail("it compiles"))
     with first_compile.compiling(runner("cpu")):
         pass
 
@@ -45,3 +45,17 @@ def test_a_failed_compilation_only_warns(monkeypatch, caplog):
         pass
     assert "compiled one by one" in caplog.text
     assert "Triton has changed" in caplog.text
+
+
+def test_a_failed_load_does_not_wait_for_the_compiler(monkeypatch):
+    refused = []
+
+    def compile_slowly(runner, compilers, is_given_up):
+        refused.append(is_given_up.wait(10))
+        with pytest.raises(RuntimeError):
+            compilers.submit(print)
+
+    monkeypatch.setattr(first_compile, "_compile", compile_slowly)
+    with pytest.raises(KeyError), first_compile.compiling(runner("cuda")):
+        raise KeyError
+    assert refused == [True]

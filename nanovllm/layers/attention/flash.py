@@ -5,8 +5,10 @@ through the block table; decode is one kvcache call. FlashAttention-3 multiplies
 block behind a sequence's end by zero, so a cache must start out without NaN.
 """
 
+import functools
 import importlib
 import importlib.util
+import logging
 from typing import Any
 
 import torch
@@ -15,15 +17,26 @@ from torch import Tensor
 from nanovllm.layers.attention.triton import TritonAttention
 from nanovllm.utils.context import AttentionMetadata, LayerKV
 
+logger = logging.getLogger("nanovllm")
+
 _FLASH2_BLOCK_MULTIPLE = 256
 
 
 def _has_flash3(device: torch.device) -> bool:
     """FlashAttention-3 is built for Hopper only."""
-    return (
-        importlib.util.find_spec("flash_attn_3") is not None
-        and torch.cuda.get_device_capability(device)[0] == 9
-    )
+    return torch.cuda.get_device_capability(device)[0] == 9 and _can_load_flash3()
+
+
+@functools.cache
+def _can_load_flash3() -> bool:
+    if importlib.util.find_spec("flash_attn_3") is None:
+        return False
+    try:
+        importlib.import_module("flash_attn_3._C")
+    except ImportError as error:  # as a rule built for another torch
+        logger.warning("FlashAttention-3 is installed and cannot be loaded: %s", error)
+        return False
+    return True
 
 
 class FlashAttention:
