@@ -16,6 +16,7 @@ import torch
 from tp_helpers import TIGHT, alive_after, at_step, kill_rank, rank_0, rank_pids, run
 
 from nanovllm import LLM, WorkerError
+from nanovllm.engine.tp_workers import TPWorkers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,6 +176,22 @@ def test_a_fast_rank_that_is_killed_ends_the_engine_and_nothing_else(
     with LLM(fast_folder, tensor_parallel_size=2, **FAST_OPTIONS) as llm:
         assert_fast(llm)
         assert run_afresh(llm, prompts) == tokens
+
+
+def test_a_fast_rank_that_dies_while_graphs_are_captured(fast_folder, monkeypatch):
+    """Rank 0 goes on launching for a while, so what it shares must not be unmapped at once."""
+    prepare = TPWorkers.prepare
+
+    def prepare_alone(workers):
+        workers._pool._processes[1].kill()
+        prepare(workers)
+
+    monkeypatch.setattr(TPWorkers, "prepare", prepare_alone)
+    began = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 .*was killed by SIGKILL"):
+        LLM(fast_folder, tensor_parallel_size=2, **(FAST_OPTIONS | {"max_num_seqs": 64}))
+    assert time.monotonic() - began < 60
+    assert torch.ones(8, device="cuda").sum().item() == 8
 
 
 @pytest.mark.parametrize("step", [3, 20], ids=["prefill", "decode"])
