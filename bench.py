@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -39,6 +40,18 @@ FIELDS = (
     "vocab_size",
     "tie_word_embeddings",
 )
+ENGINE_OPTIONS = {
+    "scheduling_policy": str,
+    "attention_backend": str,
+    "max_num_seqs": int,
+    "max_num_batched_tokens": int,
+    "max_model_len": int,
+    "kvcache_block_size": int,
+    "num_kvcache_blocks": int,
+    "gpu_memory_utilization": float,
+    "dtype": str,
+    "device": str,
+}
 MAX_PROMPT_ID = 10000  # ids of random prompts, as in nano-vllm's bench
 NUM_PROFILED_KERNELS = 30  # lines of the table
 
@@ -108,35 +121,31 @@ def parse_args() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", help=f"a folder, a hub id, or a shape with random weights: {', '.join(SHAPES)}")
-    add("--num-seqs", type=positive)
-    add("--input-len", type=positive, nargs=2, metavar=("MIN", "MAX"))
-    add("--output-len", type=positive, nargs=2, metavar=("MIN", "MAX"))
-    add("--shared-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
+    add("--num-seqs", type=at_least(1))
+    add("--input-len", type=at_least(1), nargs=2, metavar=("MIN", "MAX"))
+    add("--output-len", type=at_least(1), nargs=2, metavar=("MIN", "MAX"))
+    add("--shared-prefix-len", type=at_least(0), default=0, help="tokens all prompts begin with")
     add("--temperature", type=float, default=0.6)
     add("--seed", type=int, default=0)
-    add("--repetitions", type=positive, help="runs that count, each with fresh prompts")
-    add("--warmup", type=int, default=1, help="runs before those, with prompts of their own")
+    add("--repetitions", type=at_least(1), help="runs that count, each with fresh prompts")
+    add("--warmup", type=at_least(0), default=1, help="runs before those, with other prompts")
     add("--json", metavar="FILE", help="write every repetition and the options there")
-    add("--latency", action="store_true", help="ms per decode step by batch size, instead")
-    add("--batch-sizes", type=positive, nargs="+", help="of --latency")
-    add("--profile", type=positive, metavar="BATCH", help="kernels of decode steps, instead")
+    add("--latency", action="store_true", help="ms per decode step (MAX of --output-len), instead")
+    add("--batch-sizes", type=at_least(1), nargs="+", help="of --latency")
+    add("--profile", type=at_least(1), metavar="BATCH", help="kernels of decode steps, instead")
     add("--dummy", action="store_true", help="random weights for a folder or hub id")
     add("--enforce-eager", action="store_true")
     add("--no-async", action="store_true", help="async_scheduling=False")
     add("--no-fast-decode", action="store_true", help="fast_decode=False")
     add("--no-fused-kernels", action="store_true", help="fused_kernels=False")
-    add("--scheduling-policy")
-    add("--attention-backend")
     add("--tensor-parallel-size", "--tp", type=int, default=1)
-    add("--max-num-seqs", type=int)
-    add("--max-num-batched-tokens", type=int)
-    add("--max-model-len", type=int)
-    add("--kvcache-block-size", type=int)
-    add("--num-kvcache-blocks", type=int)
-    add("--gpu-memory-utilization", type=float)
-    add("--dtype")
-    add("--device")
+    for name, kind in ENGINE_OPTIONS.items():
+        add(f"--{name.replace('_', '-')}", type=kind)
     args = parser.parse_args()
+    if args.profile and (args.latency or args.json):
+        parser.error("--profile prints a table of its own: leave out --latency and --json")
+    if args.json and not Path(args.json).resolve().parent.is_dir():
+        parser.error(f"--json {args.json}: there is no such folder")
     set_defaults(args)
     for name in ("input_len", "output_len"):
         low, high = getattr(args, name)
@@ -145,11 +154,14 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def positive(text: str) -> int:
-    """A command-line number >= 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+def at_least(low: int) -> Callable[[str], int]:
+    """A parser of command-line numbers that are not smaller."""
+
+    def number(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
+        return int(text)
+
     return number
 
 
@@ -164,9 +176,9 @@ def set_defaults(args: argparse.Namespace) -> None:
         args.model = f"qwen3-{args.model}"
     args.num_seqs = args.num_seqs or (256 if has_gpu else 16)
     args.input_len = args.input_len or ([100, 1024] if has_gpu else [16, 128])
+    args.latency_output_len = args.output_len[1] if args.output_len else 512 if has_gpu else 64
     args.output_len = args.output_len or ([100, 1024] if has_gpu else [16, 64])
     args.repetitions = args.repetitions or (3 if has_gpu else 1)
-    args.latency_output_len = 512 if has_gpu else 64
     args.profile_input_len, args.profile_steps = (512, 32) if has_gpu else (64, 8)
     if args.batch_sizes is None:
         args.batch_sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256] if has_gpu else [1, 2, 4, 8]
@@ -190,19 +202,8 @@ def write_shape(name: str, folder: Path) -> None:
 
 def build(args: argparse.Namespace) -> LLM:
     """The engine that the options describe."""
-    names = (
-        "scheduling_policy",
-        "attention_backend",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_model_len",
-        "kvcache_block_size",
-        "num_kvcache_blocks",
-        "gpu_memory_utilization",
-        "dtype",
-        "device",
-    )
-    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS}
+    options = {name: value for name, value in options.items() if value is not None}
     options |= {
         "enforce_eager": args.enforce_eager,
         "async_scheduling": not args.no_async,
@@ -302,6 +303,11 @@ def bench_latency(args: argparse.Namespace, llm: LLM) -> None:
         load = Load(batch_size, (128, 128), output_len, 0, args.temperature)
         run_once(llm, load, 999, None, vocab_size)
         results = [run_once(llm, load, i, None, vocab_size) for i in range(args.repetitions)]
+        if any(r.num_decode_steps > 1.1 * output_len[1] for r in results):
+            raise NanoVLLMError(
+                f"{batch_size} sequences do not run at once here: raise --max-num-seqs or the KV "
+                "cache, or lower --batch-sizes or --output-len"
+            )
         all_ms = [1e3 * r.decode_s / r.num_decode_steps for r in results]
         step_ms = statistics.median(all_ms)
         rows.append({"batch_size": batch_size, "step_ms": step_ms, "all_ms": all_ms})

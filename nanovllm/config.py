@@ -96,13 +96,14 @@ class EngineConfig:
         """Build from `LLM(model, **options)`.
 
         Raises:
-            ConfigError: an option is unknown (the message names the nearest known one) or bad.
+            ConfigError: an option is unknown (the message names near ones or all) or bad.
         """
         known = [field.name for field in dataclasses.fields(cls) if field.name != "model"]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-                raise ConfigError(f"unknown option {name!r}; the nearest known one is {near[0]!r}")
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}; {hint}")
         return cls(model, **options)
 
 

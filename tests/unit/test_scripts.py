@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,6 +51,29 @@ def test_bench_latency() -> None:
     assert title.split() == ["batch", "ms/step", "(from", "-", "to)", "tok/s"]
     batch, median, low, high, rate = (float(x.strip("()")) for x in row.split() if x != "-")
     assert (batch, low <= median <= high, rate > 0) == (1, True, True)
+
+
+def test_bench_latency_refuses_a_batch_that_takes_turns() -> None:
+    """Once it printed a step time for 8 rows when no step had more than 2."""
+    sizes = ["--batch-sizes", "4", "--max-num-seqs", "2", "--output-len", "8", "8"]
+    done = run("bench.py", "--device", "cpu", "--model", "tiny", "--latency", *sizes)
+    assert done.returncode == 1
+    assert done.stderr.startswith("bench.py: 4 sequences do not run at once here")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--warmup", "-1"],
+        ["--shared-prefix-len", "-3"],
+        ["--profile", "2", "--latency"],
+        ["--json", "no/such/folder/x.json"],
+    ],
+)
+def test_bench_refuses_before_it_measures(options: list[str]) -> None:
+    done = run("bench.py", "--device", "cpu", *options)
+    assert done.returncode == 2
+    assert options[0] in done.stderr
 
 
 def test_bench_profile_is_of_decode_steps_only() -> None:
