@@ -90,8 +90,8 @@ class FlashAttention:
         if importlib.util.find_spec("flash_attn") is None:
             return (
                 "neither flash_attn_3 (FlashAttention-3) nor flash_attn is installed; "
-                "pip install --no-build-isolation flash-attn (FlashAttention-2; compiling it takes a "
-                "CUDA toolkit), or use attention_backend='triton'"
+                "pip install --no-build-isolation flash-attn (FlashAttention-2; needs a CUDA "
+                "toolkit), or use attention_backend='triton'"
             )
         if block_size % _FLASH2_BLOCK_MULTIPLE:
             return (
