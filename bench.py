@@ -144,9 +144,11 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.profile and (args.latency or args.json):
         parser.error("--profile prints a table of its own: leave out --latency and --json")
-    if args.json and not Path(args.json).resolve().parent.is_dir():
-        parser.error(f"--json {args.json}: there is no such folder")
+    if args.json and (Path(args.json).is_dir() or not Path(args.json).resolve().parent.is_dir()):
+        parser.error(f"--json {args.json} is a folder, or in a folder that there is not")
     set_defaults(args)
+    if args.latency and args.latency_output_len < 8:
+        parser.error("--latency needs an --output-len of at least 8")
     for name in ("input_len", "output_len"):
         low, high = getattr(args, name)
         if low > high:
@@ -305,8 +307,8 @@ def bench_latency(args: argparse.Namespace, llm: LLM) -> None:
         results = [run_once(llm, load, i, None, vocab_size) for i in range(args.repetitions)]
         if any(r.num_decode_steps > 1.1 * output_len[1] for r in results):
             raise NanoVLLMError(
-                f"{batch_size} sequences do not run at once here: raise --max-num-seqs or the KV "
-                "cache, or lower --batch-sizes or --output-len"
+                f"{batch_size} sequences do not run at once here: raise --max-num-seqs, the KV "
+                "cache or --max-num-batched-tokens, or lower --batch-sizes or --output-len"
             )
         all_ms = [1e3 * r.decode_s / r.num_decode_steps for r in results]
         step_ms = statistics.median(all_ms)
@@ -319,9 +321,7 @@ def bench_latency(args: argparse.Namespace, llm: LLM) -> None:
 
 
 def profile_decode(args: argparse.Namespace, llm: LLM) -> None:
-    """Print the kernels of decode steps at one batch size, by time; prompts of 512 tokens (64 on
-    CPU).
-    """
+    """Print the kernels of decode steps, by time; prompts of 512 tokens (64 on CPU)."""
     engine, batch_size = llm.engine, args.profile
     if batch_size > engine.config.max_num_seqs:
         raise NanoVLLMError(f"--profile {batch_size} needs --max-num-seqs {batch_size} at least")

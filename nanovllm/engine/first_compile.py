@@ -7,11 +7,10 @@ steps without running a kernel. Speeds up the start; nothing depends on it.
 import dataclasses
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
+T = TypeVar("T")
+
 
 @contextmanager
 def compiling(runner: "ModelRunner") -> Iterator[None]:
@@ -33,22 +34,38 @@ def compiling(runner: "ModelRunner") -> Iterator[None]:
     if device.type != "cuda" or runner.ops.name != "triton":
         yield
         return
-    num_threads, is_given_up = min(16, os.cpu_count() or 1), threading.Event()
-    with (
-        ThreadPoolExecutor(num_threads, "", torch.cuda.set_device, (device,)) as compilers,
-        ThreadPoolExecutor(1) as thread,
-    ):
-        done = thread.submit(_compile, runner, compilers, is_given_up)
+    with _Compilers(device) as compilers, ThreadPoolExecutor(1) as thread:
+        done = thread.submit(_compile, runner, compilers)
         try:
             yield
             done.result()
         except BaseException:
-            is_given_up.set()
-            compilers.shutdown(wait=False, cancel_futures=True)
+            compilers.is_given_up = True
             raise
 
 
-def _compile(runner: "ModelRunner", compilers: Executor, is_given_up: threading.Event) -> None:
+class _Compilers(ThreadPoolExecutor):
+    """Threads for one device. Once given up, waiting jobs fail, and so does whoever waits for them.
+
+    Cancelling them instead would leave Triton waiting for ever: it is not told.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(min(16, os.cpu_count() or 1), "", torch.cuda.set_device, (device,))
+        self.is_given_up = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+        """As ThreadPoolExecutor's."""
+
+        def run() -> T:
+            if self.is_given_up:
+                raise CancelledError
+            return fn(*args, **kwargs)
+
+        return super().submit(run)
+
+
+def _compile(runner: "ModelRunner", compilers: _Compilers) -> None:
     try:
         from nanovllm.kernels.compile_ahead import compile_ahead
 
@@ -62,7 +79,7 @@ def _compile(runner: "ModelRunner", compilers: Executor, is_given_up: threading.
                 twin.token_store.zero_()  # nothing was sampled: what was stored is no token
                 twin.decode(dummy_decode(twin, size))
     except Exception as error:  # it leans on Triton's internals; the real launches will tell
-        if not is_given_up.is_set():
+        if not compilers.is_given_up:
             logger.warning("kernels will be compiled one by one: %r", error)
 
 

@@ -5,6 +5,7 @@ import gc
 import threading
 from collections.abc import Iterator
 
+_RARELY = 1000  # collections of the middle generation before a full one; Python's default is 10
 _lock = threading.Lock()
 _num_inside = 0
 _thresholds = gc.get_threshold()  # what they were before the first came in
@@ -12,7 +13,7 @@ _thresholds = gc.get_threshold()  # what they were before the first came in
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """Put full collections off; younger objects are collected as ever. Any number may be inside.
+    """Make full collections rare; young objects are collected as ever. Any number may be inside.
 
     Thousands of new requests make Python go through the objects of all imported modules, some
     0.1 s each time, while the GPU waits.
@@ -21,7 +22,7 @@ def short_collections() -> Iterator[None]:
     with _lock:
         if _num_inside == 0:
             _thresholds = gc.get_threshold()
-            gc.set_threshold(*_thresholds[:2], 1 << 30)
+            gc.set_threshold(*_thresholds[:2], _RARELY)
         _num_inside += 1
     try:
         yield

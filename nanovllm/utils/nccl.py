@@ -135,6 +135,13 @@ class NcclCommunicator:
 
         None, on all ranks alike, if one of the GPUs cannot reach another.
         """
+        try:
+            return self._share_memory(num_bytes)
+        except CommunicationError:
+            self.release()  # nobody else may come to it any more
+            raise
+
+    def _share_memory(self, num_bytes: int) -> SharedMemory | None:
         memory, handle, addresses = None, bytes(HANDLE_BYTES), []
         try:
             memory = PeerMemory(num_bytes, self._device)

@@ -1,6 +1,9 @@
 """What may fail while an engine starts: out of memory is explained, compiling ahead is optional."""
 
+import functools
 import logging
+import threading
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import pytest
@@ -47,15 +50,34 @@ def test_a_failed_compilation_only_warns(monkeypatch, caplog):
     assert "Triton has changed" in caplog.text
 
 
-def test_a_failed_load_does_not_wait_for_the_compiler(monkeypatch):
-    refused = []
+def test_a_failed_load_gives_up_compiling(monkeypatch):
+    """Jobs that wait are given up, and Triton, which waits for all jobs, gets to know."""
+    module = pytest.importorskip("triton.runtime._async_compile")
+    begun, ended, has_begun, may_end = [], [], threading.Event(), threading.Event()
 
-    def compile_slowly(runner, compilers, is_given_up):
-        refused.append(is_given_up.wait(10))
-        with pytest.raises(RuntimeError):
-            compilers.submit(print)
+    def job(number):
+        begun.append(number)
+        has_begun.set()
+        may_end.wait(10)
 
-    monkeypatch.setattr(first_compile, "_compile", compile_slowly)
-    with pytest.raises(KeyError), first_compile.compiling(runner("cuda")):
+    def compile_a_lot(runner, compilers):
+        with module.AsyncCompileMode(compilers) as mode:
+            for number in range(50):
+                mode.submit(number, functools.partial(job, number), print, print)
+
+    def compile_in_vain(runner, compilers):
+        with pytest.raises(CancelledError):
+            compile_a_lot(runner, compilers)
+        ended.append(True)
+
+    def fail_to_load():
+        has_begun.wait(10)
+        threading.Timer(0.2, may_end.set).start()
         raise KeyError
-    assert refused == [True]
+
+    monkeypatch.setattr(first_compile, "_compile", compile_in_vain)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(KeyError), first_compile.compiling(runner("cuda")):
+        fail_to_load()
+    assert ended
+    assert 1 <= len(begun) <= 16

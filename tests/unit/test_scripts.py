@@ -68,6 +68,7 @@ def test_bench_latency_refuses_a_batch_that_takes_turns() -> None:
         ["--shared-prefix-len", "-3"],
         ["--profile", "2", "--latency"],
         ["--json", "no/such/folder/x.json"],
+        ["--latency", "--output-len", "1", "1"],
     ],
 )
 def test_bench_refuses_before_it_measures(options: list[str]) -> None:
