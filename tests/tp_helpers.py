@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +24,17 @@ def run(llm, prompts, max_tokens=12, **options):
     options = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens} | options
     outputs = llm.generate(prompts, SamplingParams(**options), use_tqdm=False)
     return [output["token_ids"] for output in outputs]
+
+
+def start_python(*args, **env):
+    """A Python process with this one's import path; its output is kept to be read."""
+    return subprocess.Popen(
+        [sys.executable, *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | env,
+    )
 
 
 def rank_0(llm):

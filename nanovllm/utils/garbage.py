@@ -22,7 +22,7 @@ def short_collections() -> Iterator[None]:
     with _lock:
         if _num_inside == 0:
             _thresholds = gc.get_threshold()
-            gc.set_threshold(*_thresholds[:2], _RARELY)
+            gc.set_threshold(*_thresholds[:2], max(_thresholds[2], _RARELY))
         _num_inside += 1
     try:
         yield

@@ -1,15 +1,12 @@
 """Lives and deaths of whole engines: scripts that end in every way, engines in company, options."""
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from tp_helpers import TIGHT, alive_after, run
+from tp_helpers import TIGHT, alive_after, run, start_python
 
 from nanovllm import LLM, CheckpointError, WorkerError
 
@@ -49,15 +46,8 @@ def start_script(tiny_checkpoint, tmp_path):
     def start(text, folder=None):
         script = tmp_path / f"script{len(started)}.py"  # a file, as "spawn" would import it again
         script.write_text(BEGIN.format(folder=str(folder or tiny_checkpoint())) + text)
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
-        )
-        started.append(process)
-        return process
+        started.append(start_python(script, TMPDIR=str(tmp_path)))
+        return started[-1]
 
     yield start
     for process in started:

@@ -4,16 +4,22 @@ In float32 the ranks decode with plain layers and NCCL and say what one GPU says
 bfloat16 with the fused step, whose kernels exchange their sums themselves.
 """
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from tp_helpers import TIGHT, alive_after, at_step, kill_rank, rank_0, rank_pids, run
+from tp_helpers import (
+    TIGHT,
+    alive_after,
+    at_step,
+    kill_rank,
+    rank_0,
+    rank_pids,
+    run,
+    start_python,
+)
 
 from nanovllm import LLM, WorkerError
 from nanovllm.engine.tp_workers import TPWorkers
@@ -240,16 +246,9 @@ def start_script(request, folder, fast_folder):
     model, options = models[request.param]
 
     def start(text):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT.format(folder=model, options=options) + text],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": "1,0"},
-        )
-        started.append(process)
-        return process
+        script = SCRIPT.format(folder=model, options=options) + text
+        started.append(start_python("-c", script, CUDA_VISIBLE_DEVICES="1,0"))
+        return started[-1]
 
     yield start
     for process in started:

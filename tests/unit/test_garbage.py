@@ -51,6 +51,17 @@ def test_many_short_calls_do_not_keep_a_callers_garbage():
     assert len(alive) < 2500
 
 
+def test_a_caller_with_fewer_full_collections_keeps_them():
+    before = gc.get_threshold()
+    gc.set_threshold(*before[:2], 5000)
+    try:
+        with short_collections():
+            assert gc.get_threshold()[2] == 5000
+        assert gc.get_threshold()[2] == 5000
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_an_error_inside_is_the_end_of_it():
     before = gc.get_threshold()
     with pytest.raises(KeyError), short_collections():
